@@ -1,0 +1,297 @@
+"""One call of transformers' ``generate`` after its preparation: into rows, and back to its return types.
+
+This is the only module that knows the decoding loop's contract (processors, criteria, streamers, outputs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
+
+from fastgen.cache.blocks import Share
+from fastgen.cache.pool import BlockPool
+from fastgen.engine.engine import Engine
+from fastgen.engine.request import Group, Row
+from fastgen.exact import NotExact
+from fastgen.sampling import choose
+
+CACHE_NAMES = ("cache", "past_key_values")
+_KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "tokenizer", *CACHE_NAMES}
+
+
+@dataclass
+class Call:
+    """What transformers hands to its decoding loop."""
+
+    input_ids: torch.Tensor
+    """``[B, L]``, pads included."""
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    model_inputs: dict[str, Any]
+    streamer: Any = None
+
+    @property
+    def has_eos(self) -> bool:
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.stopping_criteria)
+
+    @property
+    def cache(self) -> Any:
+        """The empty cache that transformers prepared for this call, if any."""
+        return next((self.model_inputs[name] for name in CACHE_NAMES if self.model_inputs.get(name) is not None), None)
+
+    @property
+    def stock_processors(self) -> bool:
+        """Whether every processor is transformers' own, which look at each row by itself and keep no record."""
+        return all(_is_stock(processor) for processor in self.logits_processor)
+
+    def rows(self) -> list[Row]:
+        """The call's rows without their left pads.
+
+        Raises:
+            NotExact: inputs that packing would not reproduce.
+        """
+        for name, value in self.model_inputs.items():
+            if name not in _KNOWN_INPUTS and value is not None and value is not False:
+                raise NotExact(f"the model input {name!r}")
+        if self.input_ids.ndim != 2 or self.input_ids.shape[1] == 0:
+            raise NotExact("a prompt without tokens")
+        max_length = self.stopping_criteria.max_length
+        if max_length is None:
+            raise NotExact("no maximum length")
+        if self.generation_config.return_dict_in_generate and self.cache is None:
+            raise NotExact("a returned output without a cache")
+        starts = self._starts()
+        positions = self._positions(starts)
+        length = self.input_ids.shape[1]
+        return [
+            Row(ids[start:], max_length - start, None if position is None else position[start:])
+            for ids, start, position in zip(self.input_ids.tolist(), starts, positions, strict=True)
+            if start < length
+        ]
+
+    def _starts(self) -> list[int]:
+        """Index of each row's first token that is not a pad."""
+        mask = self.model_inputs.get("attention_mask")
+        if mask is None:
+            return [0] * self.input_ids.shape[0]
+        if mask.shape != self.input_ids.shape:
+            raise NotExact(f"an attention mask of shape {tuple(mask.shape)} for inputs {tuple(self.input_ids.shape)}")
+        attended = mask != 0
+        if not bool((mask.to(torch.long) == attended).all()):
+            raise NotExact("an attention mask with values other than 0 and 1")
+        if not bool(attended[:, -1].all()) or bool((attended[:, 1:] < attended[:, :-1]).any()):
+            raise NotExact("an attention mask with right padding or holes")
+        return (~attended).sum(dim=1).tolist()
+
+    def _positions(self, starts: list[int]) -> list[list[int] | None]:
+        """Each row's position ids, ``None`` where they just count from 0."""
+        given = self.model_inputs.get("position_ids")
+        batch, length = self.input_ids.shape
+        if given is None:
+            if any(starts):
+                raise NotExact("left padding on a model that takes no position ids")
+            return [None] * batch
+        if given.ndim != 2 or given.shape[1] != length or given.shape[0] not in (1, batch):
+            raise NotExact(f"position ids of shape {tuple(given.shape)}")
+        rows = given.expand(batch, length).tolist()
+        return [
+            None if row[start:] == list(range(length - start)) else row for row, start in zip(rows, starts, strict=True)
+        ]
+
+
+class LockstepGroup(Group):
+    """All rows of one call, in step: processors, criteria and sampling see them together, as in transformers."""
+
+    def __init__(self, call: Call, rows: list[Row], generator: torch.Generator | None = None) -> None:
+        config = call.generation_config
+        self.rows = rows
+        self.input_ids = call.input_ids
+        self.streamer = call.streamer
+        self._call = call
+        self._generator = generator
+        self._has_eos = call.has_eos
+        self._unfinished = torch.ones(len(rows), dtype=torch.long, device=self.input_ids.device)
+        returns = bool(config.return_dict_in_generate)
+        self.scores: tuple[torch.Tensor, ...] | None = () if returns and config.output_scores else None
+        self.logits: tuple[torch.Tensor, ...] | None = () if returns and config.output_logits else None
+        # Ended rows go on where something could see what they compute: outputs, a processor of the user's, or, with
+        # no end-of-sequence token, the tokens that they go on to emit.
+        self._drops_ended = self._has_eos and not returns and call.stock_processors
+        self._ends: list[int | None] = [None] * len(rows)
+
+    def advance(self, logits: torch.Tensor) -> None:
+        logits = logits.to(copy=True, dtype=torch.float32, device=self.input_ids.device)
+        running = [i for i, row in enumerate(self.rows) if not row.finished]
+        if len(running) < len(self.rows):
+            every = logits.new_zeros(len(self.rows), logits.shape[1])
+            logits = every.index_copy_(0, torch.tensor(running, device=logits.device), logits)
+        scores = self._call.logits_processor(self.input_ids, logits)
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+        tokens = choose(scores, bool(self._call.generation_config.do_sample), self._generator)
+        if self._has_eos:
+            pad = self._call.generation_config._pad_token_tensor.to(tokens.device)
+            tokens = tokens * self._unfinished + pad * (1 - self._unfinished)
+        self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=-1)
+        self._unfinished = self._unfinished & ~self._call.stopping_criteria(self.input_ids, self.scores)
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+        self._extend(tokens.tolist(), self._unfinished.tolist())
+
+    def _extend(self, tokens: list[int], unfinished: list[int]) -> None:
+        done = not any(unfinished)
+        for i, (row, token, goes_on) in enumerate(zip(self.rows, tokens, unfinished, strict=True)):
+            if self._ends[i] is None and not goes_on:
+                self._ends[i] = self.input_ids.shape[1]
+            if not row.finished:
+                row.token_ids.append(token)
+                row.finished = done or (self._drops_ended and not goes_on)
+
+    def generated(self) -> list[list[int]]:
+        """Each row's ids up to where it ended, prompt and pads included."""
+        return [ids[:end] for ids, end in zip(self.input_ids.tolist(), self._ends, strict=True)]
+
+    def output(self, pool: BlockPool) -> Any:
+        """What ``generate`` returns for this call; to be taken before the rows' blocks are freed."""
+        if not self._call.generation_config.return_dict_in_generate:
+            return self.input_ids
+        cache = self._call.cache
+        if cache is not None:
+            _fill(cache, pool, self.rows, self.input_ids.shape[1] - 1)
+        name = next(field.name for field in fields(GenerateDecoderOnlyOutput) if field.name in CACHE_NAMES)
+        return GenerateDecoderOnlyOutput(
+            sequences=self.input_ids, scores=self.scores, logits=self.logits, **{name: cache}
+        )
+
+
+def run_original(model: Any, call: Call) -> Any:
+    """Transformers' own loop on a prepared call."""
+    mode = call.generation_config.get_generation_mode()
+    loop = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+    return loop(
+        model,
+        call.input_ids,
+        logits_processor=call.logits_processor,
+        stopping_criteria=call.stopping_criteria,
+        generation_config=call.generation_config,
+        streamer=call.streamer,
+        **call.model_inputs,
+    )
+
+
+def run_call(call: Call, engine: Engine) -> Any:
+    """Run one call on the paged path.
+
+    Raises:
+        NotExact: it cannot be done exactly; nothing has run, and the original loop may take the call over.
+    """
+    rows = call.rows()
+    config = call.generation_config
+    allocator = engine.make_pool().allocator
+    largest = max(allocator.blocks_for(row.max_tokens) for row in rows)
+    wanted = sum(allocator.blocks_for(row.max_tokens) for row in rows)
+    waves = None if config.return_dict_in_generate else _waves(call, rows)
+    with engine.share(wanted, largest if waves else wanted) as share:
+        if share is None:
+            raise NotExact(
+                f"{wanted} cache blocks for its rows, {largest} for the largest; the pool has {allocator.total}, "
+                f"{allocator.unshared} of them not in use by other calls"
+            )
+        if share.total < wanted and waves:
+            return _run_waves(engine, share, waves, config)
+        return _run_lockstep(engine, share, LockstepGroup(call, rows))
+
+
+def _run_lockstep(engine: Engine, share: Share, group: LockstepGroup) -> Any:
+    outputs: list[Any] = []
+    assert engine.pool is not None
+    pool = engine.pool
+    try:
+        engine.run([group], share, lambda _: outputs.append(group.output(pool)))
+    finally:
+        # Transformers leaves a streamer's consumer waiting when its loop raises; we let it go.
+        if group.streamer is not None:
+            group.streamer.end()
+    return outputs[0]
+
+
+def _run_waves(engine: Engine, share: Share, calls: list[Call], config: GenerationConfig) -> torch.Tensor:
+    """The rows one by one as blocks allow, and their results as one padded batch."""
+    groups = [LockstepGroup(call, call.rows()) for call in calls]
+    engine.run(groups, share)
+    length = max(group.input_ids.shape[1] for group in groups)
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    return torch.cat(
+        [torch.nn.functional.pad(group.input_ids, (0, length - group.input_ids.shape[1]), value=pad) for group in groups]
+    )
+
+
+def _waves(call: Call, rows: list[Row]) -> list[Call] | None:
+    """The call as calls of one row each with the same result, or ``None`` where rows may depend on each other."""
+    if len(rows) == 1 or call.streamer is not None or call.generation_config.do_sample:
+        return None
+    if not all(type(processor).__name__ in _ROWWISE_PROCESSORS for processor in call.logits_processor):
+        return None
+    if not all(type(criterion).__name__ in _ROWWISE_CRITERIA for criterion in call.stopping_criteria):
+        return None
+    if not call.has_eos and len(call.stopping_criteria) > 1:
+        return None
+    batch = len(rows)
+    return [
+        Call(
+            call.input_ids[i : i + 1],
+            call.logits_processor,
+            call.stopping_criteria,
+            call.generation_config,
+            {
+                name: value[i : i + 1] if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,) else value
+                for name, value in call.model_inputs.items()
+            },
+        )
+        for i in range(batch)
+    ]
+
+
+def _fill(cache: Any, pool: BlockPool, rows: list[Row], length: int) -> None:
+    """Put what the pool holds for ``rows`` into a transformers cache, left-padded with zeros to ``length``."""
+    block_size = pool.allocator.block_size
+    for layer in pool.layers:
+        spec = layer.spec
+        keys = layer.keys.new_zeros(len(rows), spec.kv_heads, length, spec.key_dim)
+        values = layer.values.new_zeros(len(rows), spec.kv_heads, length, spec.value_dim)
+        for i, row in enumerate(rows):
+            blocks = torch.tensor(row.table.blocks, device=spec.device)
+            slots = (blocks[:, None] * block_size + torch.arange(block_size, device=spec.device)).flatten()
+            slots = slots[: row.computed]
+            keys[i, :, length - row.computed :] = layer.keys[:, slots]
+            values[i, :, length - row.computed :] = layer.values[:, slots]
+        cache.update(keys, values, spec.layer_idx)
+
+
+def _is_stock(processor: Any) -> bool:
+    return type(processor).__module__.startswith("transformers.")
+
+
+_ROWWISE_PROCESSORS = {
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+    "LogitNormalization",
+}
+_ROWWISE_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria"}

@@ -1,0 +1,1 @@
+"""Rows into steps: what runs when (scheduler), and how it runs (runner)."""
