@@ -195,8 +195,8 @@ def run_call(call: Call, engine: Engine) -> Any:
     rows = call.rows()
     config = call.generation_config
     allocator = engine.make_pool().allocator
-    largest = max(allocator.blocks_for(row.max_tokens) for row in rows)
-    wanted = sum(allocator.blocks_for(row.max_tokens) for row in rows)
+    sizes = [allocator.blocks_for(row.max_cached) for row in rows]
+    wanted, largest = sum(sizes), max(sizes)
     waves = None if config.return_dict_in_generate else _waves(call, rows)
     with engine.share(wanted, largest if waves else wanted) as share:
         if share is None:

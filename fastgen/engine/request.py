@@ -26,6 +26,11 @@ class Row:
     finished: bool = False
 
     @property
+    def max_cached(self) -> int:
+        """Most tokens that the cache has to hold: the last one is never run."""
+        return self.max_tokens - 1
+
+    @property
     def pending(self) -> int:
         """Tokens still to run before the next one can be chosen."""
         return len(self.token_ids) - self.computed

@@ -95,7 +95,7 @@ class Scheduler:
         """Blocks for ``tokens`` tokens of ``row``, at the cost of later groups; False if ``group`` itself gave way."""
         while True:
             try:
-                self.blocks.reserve(row.table, tokens, expected=row.max_tokens)
+                self.blocks.reserve(row.table, tokens, expected=row.max_cached)
                 return True
             except OutOfBlocks:
                 victim = self.running[-1]
@@ -137,5 +137,5 @@ class Scheduler:
         return group
 
     def _size(self, group: Group) -> int:
-        """Blocks that the tokens known so far, and one more a row, fill."""
-        return sum(self.blocks.blocks_for(len(row.token_ids) + 1) for row in group.active)
+        """Blocks for the tokens known so far, and one more a row that goes on."""
+        return sum(self.blocks.blocks_for(min(len(row.token_ids) + 1, row.max_cached)) for row in group.active)
