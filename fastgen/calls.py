@@ -63,8 +63,6 @@ class Call:
         max_length = self.stopping_criteria.max_length
         if max_length is None:
             raise NotExact("no maximum length")
-        if self.generation_config.return_dict_in_generate and self.cache is None:
-            raise NotExact("a returned output without a cache")
         starts = self._starts()
         positions = self._positions(starts)
         length = self.input_ids.shape[1]
@@ -163,8 +161,7 @@ class LockstepGroup(Group):
         if not self._call.generation_config.return_dict_in_generate:
             return self.input_ids
         cache = self._call.cache
-        if cache is not None:
-            _fill(cache, pool, self.rows, self.input_ids.shape[1] - 1)
+        _fill(cache, pool, self.rows, self.input_ids.shape[1] - 1)
         name = next(field.name for field in fields(GenerateDecoderOnlyOutput) if field.name in CACHE_NAMES)
         return GenerateDecoderOnlyOutput(
             sequences=self.input_ids, scores=self.scores, logits=self.logits, **{name: cache}
@@ -186,14 +183,24 @@ def run_original(model: Any, call: Call) -> Any:
     )
 
 
-def run_call(call: Call, engine: Engine) -> Any:
+def returned_cache(output: Any) -> Any:
+    """The cache in what ``generate`` returned, under whichever name."""
+    return next((cache for name in CACHE_NAMES if (cache := getattr(output, name, None)) is not None), None)
+
+
+def run_call(call: Call, engine: Engine, fills_cache: bool) -> Any:
     """Run one call on the paged path.
+
+    Args:
+        fills_cache: whether a cache to be returned can be made from the pool.
 
     Raises:
         NotExact: it cannot be done exactly; nothing has run, and the original loop may take the call over.
     """
     rows = call.rows()
     config = call.generation_config
+    if config.return_dict_in_generate and not (fills_cache and call.cache is not None):
+        raise NotExact("a returned cache of another form than the pool's")
     allocator = engine.make_pool().allocator
     sizes = [allocator.blocks_for(row.max_cached) for row in rows]
     wanted, largest = sum(sizes), max(sizes)
@@ -229,7 +236,10 @@ def _run_waves(engine: Engine, share: Share, calls: list[Call], config: Generati
     length = max(group.input_ids.shape[1] for group in groups)
     pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     return torch.cat(
-        [torch.nn.functional.pad(group.input_ids, (0, length - group.input_ids.shape[1]), value=pad) for group in groups]
+        [
+            torch.nn.functional.pad(group.input_ids, (0, length - group.input_ids.shape[1]), value=pad)
+            for group in groups
+        ]
     )
 
 
@@ -261,17 +271,15 @@ def _waves(call: Call, rows: list[Row]) -> list[Call] | None:
 
 def _fill(cache: Any, pool: BlockPool, rows: list[Row], length: int) -> None:
     """Put what the pool holds for ``rows`` into a transformers cache, left-padded with zeros to ``length``."""
-    block_size = pool.allocator.block_size
     for layer in pool.layers:
         spec = layer.spec
+        if spec.layer_idx is None:
+            continue
         keys = layer.keys.new_zeros(len(rows), spec.kv_heads, length, spec.key_dim)
         values = layer.values.new_zeros(len(rows), spec.kv_heads, length, spec.value_dim)
         for i, row in enumerate(rows):
-            blocks = torch.tensor(row.table.blocks, device=spec.device)
-            slots = (blocks[:, None] * block_size + torch.arange(block_size, device=spec.device)).flatten()
-            slots = slots[: row.computed]
-            keys[i, :, length - row.computed :] = layer.keys[:, slots]
-            values[i, :, length - row.computed :] = layer.values[:, slots]
+            pad = length - row.computed
+            keys[i, :, pad:], values[i, :, pad:] = pool.states(layer, row.table, row.computed)
         cache.update(keys, values, spec.layer_idx)
 
 

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from fastgen.calls import Call, LockstepGroup
+from fastgen.engine.engine import Engine
 from fastgen.engine.request import Group, Row
 from fastgen.engine.scheduler import DoesNotFit
 from fastgen.exact import NotExact
@@ -109,14 +110,15 @@ class _Batch:
 
     def run(self, prompts: list[list[int]], arguments: list[dict[str, Any]]) -> list[Result]:
         self._prompts, self._arguments = prompts, arguments
-        engine = self._patched.engine
-        if engine is None:
-            list(self._groups())
+        engine = self._patched.current_engine()
+        if not isinstance(engine, Engine):
+            for index in range(len(prompts)):
+                self._run_alone(index)
         else:
             with engine.share(None, 1) as share:
                 if share is None:
                     for index in range(len(prompts)):
-                        self._run_original(index, "the pool is in use by other calls")
+                        self._run_alone(index)
                 else:
                     engine.run(self._groups(), share, self._finish, self._misfit)
         return [result for index in range(len(prompts)) for result in self._results[index]]
@@ -127,8 +129,8 @@ class _Batch:
             try:
                 call = self._prepare(index)
                 group = self._group(call, index)
-            except NotExact as reason:
-                self._run_original(index, str(reason))
+            except NotExact:
+                self._run_alone(index)
                 continue
             self._running[group] = index, call
             yield group
@@ -179,19 +181,18 @@ class _Batch:
 
     def _misfit(self, misfit: DoesNotFit) -> None:
         index, _ = self._running.pop(misfit.group)
-        self._run_original(index, str(misfit))
+        self._run_alone(index)
 
-    def _run_original(self, index: int, reason: str) -> None:
-        """The prompt through the un-patched ``generate``."""
+    def _run_alone(self, index: int) -> None:
+        """The prompt as a call of its own, which says itself which path it takes and why."""
         arguments = self._inputs(index)
         length = arguments["inputs"].shape[1]
         model = self._patched.model
         taken = {key: value for key, value in self._arguments[index].items() if key != "generation_config"}
         config, _ = model._prepare_generation_config(arguments.get("generation_config"), **taken)
         with _seeded(self._seed, index):
-            output = self._patched.original(**arguments)
+            output = self._patched(**arguments)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        self._patched.note("hf", reason)
         self._record(index, [_until_eos(tokens[length:], config) for tokens in sequences.tolist()], config)
 
     def _inputs(self, index: int) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.utils import logging
 
 from fastgen.attention.base import make_backend
-from fastgen.attention.hook import register
+from fastgen.attention.hook import original_name, register
 from fastgen.calls import CACHE_NAMES, Call, run_call, run_original
 from fastgen.engine.engine import Engine
+from fastgen.engine.padded import PaddedEngine
 from fastgen.engine.runner import Runner
 from fastgen.exact import NotExact
 from fastgen.options import Options
-from fastgen.probe import check_model, exact_length, probe
+from fastgen.probe import check_model, exact_length, probe_packed, probe_padded
 from fastgen.status import LastCall, Status
 
 logger = logging.get_logger(__name__)
@@ -71,10 +72,12 @@ class PatchedGenerate:
     def __init__(self, model: Any, options: Options, own_original: Callable[..., Any] | None = None) -> None:
         self.model = model
         self.options = options
-        self.engine: Engine | None = None
+        self.engine: Engine | PaddedEngine | None = None
         self.reason: str | None = None
         self.last_call: LastCall | None = None
         self.counters: Counter[str] = Counter()
+        self._fills_cache = False
+        self._unpacked = ""
         self._fingerprint: tuple[Any, ...] = ()
         self._lock = threading.Lock()
         self.own_original = own_original
@@ -87,18 +90,35 @@ class PatchedGenerate:
         return self.own_original or MethodType(type(self.model).generate, self.model)
 
     def verify(self) -> None:
-        """Choose the model's path: look at its config, then compare both paths on a probe."""
+        """Choose the model's path: look at its config, then compare it with the original on a probe."""
         register()
         self.engine = None
         self._fingerprint = self._current()
         try:
             check_model(self.model)
-            runner = Runner(self.model, make_backend(self.options.attn_implementation))
-            specs, self.reason = probe(self.model, runner, self.original, self.options)
-            self.engine = Engine(runner, specs, self.options)
+            self.engine, self.reason = self._packed() or self._padded()
         except NotExact as reason:
             self.reason = str(reason)
             logger.warning("fastgen: %s stays on the original path: %s", type(self.model).__name__, reason)
+
+    def _packed(self) -> tuple[Engine, str] | None:
+        """Rows of any lengths packed into one forward, attention ours."""
+        try:
+            runner = Runner(self.model, make_backend(self.options.attn_implementation))
+            finding = probe_packed(self.model, runner, self.original, self.options)
+        except NotExact as reason:
+            self._unpacked = str(reason)
+            return None
+        self._fills_cache = finding.fills_cache
+        return Engine(runner, finding.specs, self.options), finding.reason
+
+    def _padded(self) -> tuple[PaddedEngine, str]:
+        """The model's own attention on its own padded batch, over the paged cache."""
+        try:
+            engine, reason = probe_padded(self.model, self.original, self.options)
+        except NotExact as padded:
+            raise NotExact(f"{self._unpacked}; {padded}") from padded
+        return engine, f"padded batches, since {self._unpacked}; {reason}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         streamer = _argument("streamer", args, kwargs)
@@ -109,16 +129,20 @@ class PatchedGenerate:
             return self.original(*args, **kwargs)
         return self.original(*args, custom_generate=functools.partial(self._decode, streamer), **kwargs)
 
+    def current_engine(self) -> Engine | PaddedEngine | None:
+        """The engine for the model as it is now, proven anew if its dtype, device or attention has changed."""
+        with self._lock:
+            if self._fingerprint != self._current():
+                self.verify()
+            return self.engine
+
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments for the original with our loop in it.
 
         Raises:
             NotExact: the call needs the original loop; nothing has been touched.
         """
-        with self._lock:
-            if self._fingerprint != self._current():
-                self.verify()
-        if self.engine is None:
+        if self.current_engine() is None:
             raise NotExact(self.reason or "")
         self._check_arguments(args, kwargs)
         self._check_state()
@@ -136,10 +160,15 @@ class PatchedGenerate:
     ) -> Any:
         """Our decoding loop, called by transformers in place of its own."""
         call = Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, _streamer)
-        assert self.engine is not None
+        engine = self.engine
         try:
-            self.check_call(call)
-            output = run_call(call, self.engine)
+            if isinstance(engine, PaddedEngine):
+                output = engine.run_call(model, call)
+            elif engine is not None:
+                self.check_call(call)
+                output = run_call(call, engine, self._fills_cache)
+            else:
+                raise NotExact(self.reason or "")
         except NotExact as reason:
             self.note("hf", str(reason))
             return run_original(model, call)
@@ -159,8 +188,16 @@ class PatchedGenerate:
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1 and not isinstance(args[1], GenerationConfig | None):
             raise NotExact("an unknown positional argument")
-        for name in ("custom_generate", "assistant_model", "synced_gpus", *CACHE_NAMES, "cache_params", "inputs_embeds"):
-            if _argument(name, args, kwargs) not in (None, False):
+        for name in (
+            "custom_generate",
+            "assistant_model",
+            "synced_gpus",
+            *CACHE_NAMES,
+            "cache_params",
+            "inputs_embeds",
+        ):
+            value = _argument(name, args, kwargs)
+            if value is not None and value is not False:
                 raise NotExact(f"the argument {name!r}")
         if _distributed():
             raise NotExact("a sharded model in several processes")
@@ -185,7 +222,8 @@ class PatchedGenerate:
     def _current(self) -> tuple[Any, ...]:
         """What the probe's result depends on and a user may change."""
         model = self.model
-        return model.dtype, model.device, model.config._attn_implementation, getattr(model, "hf_device_map", None)
+        name = original_name(model.config._attn_implementation)
+        return model.dtype, model.device, name, str(getattr(model, "hf_device_map", None))
 
     def note(self, path: str, reason: str) -> None:
         self.last_call = LastCall(path, reason or "exact")
@@ -202,7 +240,7 @@ class PatchedGenerate:
             path="hf" if engine is None else "paged",
             reason=self.reason or "to be checked at the next call",
             last_call=self.last_call,
-            attn_implementation=engine.runner.backend.name if engine is not None else None,
+            attn_implementation=engine.runner.backend.name if isinstance(engine, Engine) else None,
             block_size=self.options.block_size,
             blocks_total=allocator.total if allocator is not None else 0,
             blocks_free=allocator.free if allocator is not None else 0,
@@ -322,4 +360,6 @@ def _drops_out(model: torch.nn.Module) -> bool:
     if any(isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
         return True
     settings = model.config.to_dict().items()  # type: ignore[union-attr,operator]
-    return any(("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0 for name, value in settings)
+    return any(
+        ("drop" in name or "jitter" in name) and isinstance(value, float) and value > 0 for name, value in settings
+    )

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from fastgen.attention.hook import UnsupportedAttention
-from fastgen.cache.pool import BlockPool, LayerSpec
+from fastgen.cache.pool import BlockPool, LayerSpec, States
+from fastgen.calls import Call, returned_cache
+from fastgen.engine.padded import PaddedEngine, record_layers
 from fastgen.engine.request import Row
 from fastgen.engine.runner import Runner
 from fastgen.exact import NotExact
 from fastgen.options import Options
 
+Generate = Callable[..., Any]
 NEW_TOKENS = 4
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of logits, as a share of their spread, that counts as rounding."""
 
 _STATE_BESIDE_ATTENTION = ("linear", "mamba", "conv", "recurrent", "ssm", "rwkv", "chunked")
@@ -62,20 +66,63 @@ def _rope_parameters(value: Any) -> Iterator[dict[str, Any]]:
                 yield from _rope_parameters(nested)
 
 
-def probe(model: Any, runner: Runner, original: Callable[..., Any], options: Options) -> tuple[list[LayerSpec], str]:
-    """Learn the layers' caches, and compare both paths on two ragged prompts.
+@dataclass(frozen=True)
+class Finding:
+    """What a probe learnt."""
 
-    Returns:
-        The layers' specs, and a sentence on what was compared.
+    specs: list[LayerSpec]
+    reason: str
+    """What was compared, in a sentence."""
+    fills_cache: bool = False
+    """Whether a transformers cache made from the pool holds what the original's holds."""
+
+
+def probe_packed(model: Any, runner: Runner, original: Generate, options: Options) -> Finding:
+    """Learn the layers' caches, and compare packed forwards with the original on two ragged prompts.
 
     Raises:
         NotExact: the paths differ, or one of them fails.
     """
-    with torch.no_grad(), _plain(model):
+    with _plain(model):
         specs = _record(model, runner)
         if not options.verify:
-            return specs, "not verified, as asked"
-        return specs, _compare(model, runner, original, specs)
+            return Finding(specs, "not verified, as asked")
+        inputs, expected = _expected(model, original, specs)
+        try:
+            steps, states = _forced(runner, specs, inputs, expected)
+        except Exception as error:
+            raise NotExact(f"its forward does not run packed ({_line(error)})") from error
+        reason = _compare(model, expected.logits, steps)
+        indexed = _with_layer_idx(specs, returned_cache(expected), states)
+        return Finding(indexed or specs, reason, fills_cache=indexed is not None)
+
+
+def probe_padded(model: Any, original: Generate, options: Options) -> tuple[PaddedEngine, str]:
+    """The same for the model's own attention over the paged cache.
+
+    Raises:
+        NotExact: the paths differ, or one of them fails.
+    """
+    with _plain(model):
+        try:
+            specs: list[LayerSpec] = []
+
+            def record(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):  # type: ignore[no-untyped-def]
+                call = Call(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+                specs.extend(record_layers(model, call))
+
+            def paged(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):  # type: ignore[no-untyped-def]
+                call = Call(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+                return PaddedEngine(specs, Options(block_size=4, num_blocks=64)).run_call(model, call)
+
+            inputs, expected = _expected(model, original, [])
+            original(**inputs, custom_generate=record)
+            actual = original(**inputs, custom_generate=paged)
+        except NotExact:
+            raise
+        except Exception as error:
+            raise NotExact(f"its forward does not run over the paged cache ({_line(error)})") from error
+        return PaddedEngine(specs, options), _compare(model, expected.logits, list(actual.logits))
 
 
 def _record(model: Any, runner: Runner) -> list[LayerSpec]:
@@ -90,49 +137,79 @@ def _record(model: Any, runner: Runner) -> list[LayerSpec]:
     return specs
 
 
-def _compare(model: Any, runner: Runner, original: Callable[..., Any], specs: list[LayerSpec]) -> str:
+def _expected(model: Any, original: Generate, specs: list[LayerSpec]) -> tuple[dict[str, Any], Any]:
+    """The probe's arguments for ``generate``, and what the original returns for them."""
     # Past the shortest window where that is short, so that windows are compared too.
     window = min((spec.window for spec in specs if 0 < spec.window <= 64), default=4)
     prompts = [_tokens(model, window + 13, 1), _tokens(model, 5, 2)]
     longest = max(map(len, prompts))
-    device = model.device
-    input_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    pads = [longest - len(prompt) for prompt in prompts]
+    inputs = {
+        "inputs": torch.tensor([[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]),
+        "attention_mask": torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads]),
+    }
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     config = GenerationConfig(
         max_new_tokens=NEW_TOKENS, pad_token_id=0, output_logits=True, return_dict_in_generate=True
     )
     try:
-        expected = original(input_ids, attention_mask=mask, generation_config=config)
+        return {**inputs, "generation_config": config}, original(**inputs, generation_config=config)
     except Exception as error:
         raise NotExact(f"the original generate fails on the probe ({_line(error)})") from error
-    forced = expected.sequences[:, longest:].tolist()
-    try:
-        steps = _forced_logits(runner, specs, prompts, forced)
-        worst = max(
-            _difference(want, got.to(want.device)) for want, got in zip(expected.logits, steps, strict=True)
-        )
-    except Exception as error:
-        raise NotExact(f"its forward does not run packed ({_line(error)})") from error
+
+
+def _compare(model: Any, expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> str:
+    worst = max(_difference(want, got.to(want.device)) for want, got in zip(expected, actual, strict=True))
     tolerance = TOLERANCE.get(model.dtype, 5e-2)
     if not worst <= tolerance:
         raise NotExact(f"logits differ from the original's by {worst:.1e} of their spread, more than {tolerance:.0e}")
     return f"logits within {worst:.1e} of the original's on the probe"
 
 
-def _forced_logits(
-    runner: Runner, specs: list[LayerSpec], prompts: list[list[int]], forced: list[list[int]]
-) -> Iterator[torch.Tensor]:
-    """Logits ``[2, vocabulary]`` before each of the ``forced`` tokens, from a small pool of the probe's own."""
-    longest = max(map(len, prompts)) + len(forced[0])
-    options = Options(block_size=4, num_blocks=2 * (longest // 4 + 1))
-    pool = BlockPool(specs, options)
-    rows = [Row(list(prompt), longest) for prompt in prompts]
-    for step in range(len(forced[0])):
+def _forced(
+    runner: Runner, specs: list[LayerSpec], inputs: dict[str, Any], expected: Any
+) -> tuple[list[torch.Tensor], list[States]]:
+    """Packed forwards on the probe's prompts and then the tokens that the original chose.
+
+    Returns:
+        Logits ``[2, vocabulary]`` before each of those tokens, and each layer's keys and values of the first row.
+    """
+    longest = inputs["inputs"].shape[1]
+    total = expected.sequences.shape[1]
+    pads = (inputs["attention_mask"] == 0).sum(1).tolist()
+    pool = BlockPool(specs, Options(block_size=4, num_blocks=2 * (total // 4 + 1)))
+    tokens = [row[pad:] for row, pad in zip(expected.sequences.tolist(), pads, strict=True)]
+    rows = [Row(row[: longest - pad], len(row)) for row, pad in zip(tokens, pads, strict=True)]
+    logits = []
+    for _ in range(total - longest):
         for row in rows:
             pool.allocator.reserve(row.table, len(row.token_ids))
-        yield runner.run(pool, [(row, row.pending) for row in rows])
-        for row, tokens in zip(rows, forced, strict=True):
-            row.token_ids.append(tokens[step])
+        logits.append(runner.run(pool, [(row, row.pending) for row in rows]))
+        for row, every in zip(rows, tokens, strict=True):
+            row.token_ids.append(every[len(row.token_ids)])
+    return logits, [pool.states(layer, rows[0].table, rows[0].computed) for layer in pool.layers]
+
+
+def _with_layer_idx(specs: list[LayerSpec], cache: Any, states: list[States]) -> list[LayerSpec] | None:
+    """``specs`` whose ``layer_idx`` are the layers of ``cache`` that hold the same; ``None`` where one does not.
+
+    A layer that the original leaves empty (it reads another's states) gets no index.
+    """
+    found = []
+    for spec, (keys, values) in zip(specs, states, strict=True):
+        if cache is None or spec.layer_idx is None or spec.layer_idx >= len(cache.layers):
+            return None
+        layer = cache.layers[spec.layer_idx]
+        if getattr(layer, "keys", None) is None:
+            found.append(replace(spec, layer_idx=None))
+            continue
+        for cached, state in ((layer.keys[0], keys), (layer.values[0], values)):
+            length = cached.shape[1]
+            if cached.shape != state[:, -length:].shape or _difference(cached, state[:, -length:]) > 5e-2:
+                return None
+        found.append(spec)
+    indices = [spec.layer_idx for spec in found if spec.layer_idx is not None]
+    return found if len(set(indices)) == len(indices) else None
 
 
 def _difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
@@ -161,7 +238,7 @@ def _plain(model: Any) -> Iterator[None]:
     """Evaluation mode and default generation settings, all put back."""
     training = [module for module in model.modules() if module.training]
     generation_config = model.generation_config
-    with torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             model.eval()
             model.generation_config = GenerationConfig()

@@ -55,7 +55,13 @@ class PagedStep:
         return None
 
     def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        **more: Any,
     ) -> torch.Tensor:
         """``query`` ``[1, heads, T, dim]`` and the like; returns ``[1, T, heads, value_dim]``."""
         cache = self.layers[self.calls]
@@ -90,7 +96,13 @@ class RecordingStep(PagedStep):
         return torch.full((1, 1, 1, 1), window_of(mask_function), dtype=torch.int32, device=device)
 
     def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        **more: Any,
     ) -> torch.Tensor:
         if query.shape[0] != 1 or query.shape[2] != self.tokens or key.shape[2] != self.tokens:
             raise UnsupportedAttention(f"attention over {tuple(key.shape)} keys for {self.tokens} tokens")
@@ -164,7 +176,7 @@ def _attention(
     step = _STEP.get()
     if step is not None:
         return step.attend(module, query, key, value, attention_mask, **kwargs), None
-    original = _original(module.config._attn_implementation)
+    original = original_name(module.config._attn_implementation)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)(module, query, key, value, attention_mask, **kwargs)
 
@@ -173,11 +185,11 @@ def _mask(*args: Any, mask_function: Callable[..., torch.Tensor], config: PreTra
     step = _STEP.get()
     if step is not None:
         return step.mask(mask_function, kwargs.get("device", torch.device("cpu")))
-    function = ALL_MASK_ATTENTION_FUNCTIONS[_original(config._attn_implementation)]
+    function = ALL_MASK_ATTENTION_FUNCTIONS[original_name(config._attn_implementation)]
     return function(*args, mask_function=mask_function, config=config, **kwargs)
 
 
-def _original(name: str | None) -> str | None:
+def original_name(name: str | None) -> str | None:
     return name.original if isinstance(name, PagedName) else name
 
 
@@ -206,7 +218,7 @@ class AttentionSwitch:
                     self._depth -= 1
                     if self._depth == 0:
                         for config in self._configs:
-                            config._attn_implementation_internal = _original(config._attn_implementation_internal)
+                            config._attn_implementation_internal = original_name(config._attn_implementation_internal)
         finally:
             _STEP.reset(token)
 
@@ -214,11 +226,15 @@ class AttentionSwitch:
 def _configs(model: torch.nn.Module) -> Iterator[PreTrainedConfig]:
     """Every config that a module of ``model`` may read its attention implementation from, each once."""
     seen: set[int] = set()
-    pending = [config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)]
+    pending = [
+        config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)
+    ]
     while pending:
         config = pending.pop()
         if id(config) in seen or not hasattr(config, "_attn_implementation_internal"):
             continue
         seen.add(id(config))
         yield config
-        pending += [sub for key in config.sub_configs if isinstance(sub := getattr(config, key, None), PreTrainedConfig)]
+        pending += [
+            sub for key in config.sub_configs if isinstance(sub := getattr(config, key, None), PreTrainedConfig)
+        ]

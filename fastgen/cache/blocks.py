@@ -120,7 +120,9 @@ class BlockAllocator:
                 counts[block] += 1
         if counts != list(self._references):
             raise AssertionError("reference counts differ from the tables")
-        if self.free != counts.count(0) or any((s == USED) != (c > 0) for s, c in zip(self._state, counts, strict=True)):
+        if self.free != counts.count(0) or any(
+            (s == USED) != (c > 0) for s, c in zip(self._state, counts, strict=True)
+        ):
             raise AssertionError("free blocks differ from the tables")
 
     def _append(self, table: BlockTable, block: int) -> None:

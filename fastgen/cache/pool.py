@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from fastgen.cache.blocks import BlockAllocator
+from fastgen.cache.blocks import BlockAllocator, BlockTable, Share
 from fastgen.options import Options
 
 
@@ -29,6 +33,10 @@ class LayerSpec:
     @property
     def token_bytes(self) -> int:
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+States = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,46 @@ class BlockPool:
                 for spec in specs
             ]
 
+    def states(self, layer: LayerCache, table: BlockTable, tokens: int) -> States:
+        """A copy of the first ``tokens`` entries of a row: ``[kv_heads, tokens, dim]`` each."""
+        blocks = torch.tensor(table.blocks, device=layer.spec.device)
+        offsets = torch.arange(self.allocator.block_size, device=layer.spec.device)
+        slots = (blocks[:, None] * self.allocator.block_size + offsets).flatten()[:tokens]
+        return layer.keys[:, slots], layer.values[:, slots]
+
     @property
     def num_bytes(self) -> int:
         """Bytes reserved; on a CPU less is resident (see :attr:`Options.cpu_memory_utilization`)."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+
+class PoolOwner:
+    """Holds the pool of one patched model, allocated at the first call, and lends shares of it."""
+
+    def __init__(self, specs: list[LayerSpec], options: Options) -> None:
+        self.specs = specs
+        self.options = options
+        self.pool: BlockPool | None = None
+        self.counters: Counter[str] = Counter()
+        self.lock = threading.Lock()
+
+    def make_pool(self) -> BlockPool:
+        """The pool, allocated now if this is the first call."""
+        with self.lock:
+            if self.pool is None:
+                self.pool = BlockPool(self.specs, self.options)
+            return self.pool
+
+    @contextmanager
+    def share(self, wanted: int | None, minimum: int) -> Iterator[Share | None]:
+        """Blocks for one caller, at most ``wanted`` (all that are left for ``None``); ``None`` below ``minimum``."""
+        allocator = self.make_pool().allocator
+        share = allocator.share(allocator.total if wanted is None else wanted, minimum)
+        try:
+            yield share
+        finally:
+            if share is not None:
+                share.close()
 
 
 def _affordable_blocks(specs: list[LayerSpec], options: Options) -> int:

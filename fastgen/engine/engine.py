@@ -2,53 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from fastgen.cache.blocks import Share
-from fastgen.cache.pool import BlockPool, LayerSpec
+from fastgen.cache.pool import LayerSpec, PoolOwner
 from fastgen.engine.request import Group, Row
 from fastgen.engine.runner import Runner
 from fastgen.engine.scheduler import DoesNotFit, Scheduler
 from fastgen.options import Options
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-
-class Engine:
+class Engine(PoolOwner):
     """Steps groups of rows through the model. Several threads may run groups at once, each within its own share."""
 
     def __init__(self, runner: Runner, specs: list[LayerSpec], options: Options) -> None:
+        super().__init__(specs, options)
         self.runner = runner
-        self.specs = specs
-        self.options = options
-        self.pool: BlockPool | None = None
-        self.counters: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def make_pool(self) -> BlockPool:
-        """The pool, allocated now if this is the first call."""
-        with self._lock:
-            if self.pool is None:
-                self.pool = BlockPool(self.specs, self.options)
-            return self.pool
-
-    @contextmanager
-    def share(self, wanted: int | None, minimum: int) -> Iterator[Share | None]:
-        """Blocks for one caller, at most ``wanted`` (all that are left for ``None``); ``None`` below ``minimum``."""
-        allocator = self.make_pool().allocator
-        share = allocator.share(allocator.total if wanted is None else wanted, minimum)
-        try:
-            yield share
-        finally:
-            if share is not None:
-                share.close()
 
     def run(
         self,
@@ -89,7 +60,7 @@ class Engine:
         """One forward, and a token for each group whose rows all have their logits."""
         assert self.pool is not None
         ready = [row for row, tokens in plan if tokens == row.pending]
-        with self._lock:
+        with self.lock:
             logits = self.runner.run(self.pool, plan)
         self.counters["steps"] += 1
         self.counters["tokens_computed"] += sum(tokens for _, tokens in plan)

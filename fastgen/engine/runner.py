@@ -42,7 +42,9 @@ class Runner:
                 last.append(offset - 1)
         logits = self._forward(step, token_ids, position_ids, last)
         if step.calls != len(pool.layers):
-            raise RuntimeError(f"fastgen: {step.calls} attention calls in a forward of {len(pool.layers)} cached layers")
+            raise RuntimeError(
+                f"fastgen: {step.calls} attention calls in a forward of {len(pool.layers)} cached layers"
+            )
         for row, tokens in plan:
             row.computed += tokens
         return logits
