@@ -5,6 +5,8 @@ This is the only module that knows the decoding loop's contract (processors, cri
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -156,12 +158,19 @@ class LockstepGroup(Group):
         """Each row's ids up to where it ended, prompt and pads included."""
         return [ids[:end] for ids, end in zip(self.input_ids.tolist(), self._ends, strict=True)]
 
-    def output(self, pool: BlockPool) -> Any:
-        """What ``generate`` returns for this call; to be taken before the rows' blocks are freed."""
+    def output(self, pool: BlockPool, recompute: Callable[[Call, torch.Tensor], None] | None) -> Any:
+        """What ``generate`` returns for this call; to be taken before the rows' blocks are freed.
+
+        Args:
+            recompute: fills the cache to be returned, where the pool holds something else than the cache would.
+        """
         if not self._call.generation_config.return_dict_in_generate:
             return self.input_ids
         cache = self._call.cache
-        _fill(cache, pool, self.rows, self.input_ids.shape[1] - 1)
+        if recompute is not None:
+            recompute(self._call, self.input_ids[:, :-1])
+        else:
+            _fill(cache, pool, self.rows, self.input_ids.shape[1] - 1)
         name = next(field.name for field in fields(GenerateDecoderOnlyOutput) if field.name in CACHE_NAMES)
         return GenerateDecoderOnlyOutput(
             sequences=self.input_ids, scores=self.scores, logits=self.logits, **{name: cache}
@@ -188,19 +197,19 @@ def returned_cache(output: Any) -> Any:
     return next((cache for name in CACHE_NAMES if (cache := getattr(output, name, None)) is not None), None)
 
 
-def run_call(call: Call, engine: Engine, fills_cache: bool) -> Any:
+def run_call(model: Any, call: Call, engine: Engine, fills_cache: bool) -> Any:
     """Run one call on the paged path.
 
     Args:
-        fills_cache: whether a cache to be returned can be made from the pool.
+        fills_cache: whether a cache to be returned can be made from the pool; else one more forward makes it.
 
     Raises:
         NotExact: it cannot be done exactly; nothing has run, and the original loop may take the call over.
     """
     rows = call.rows()
     config = call.generation_config
-    if config.return_dict_in_generate and not (fills_cache and call.cache is not None):
-        raise NotExact("a returned cache of another form than the pool's")
+    if config.return_dict_in_generate and call.cache is None:
+        raise NotExact("a returned output without a cache")
     allocator = engine.make_pool().allocator
     sizes = [allocator.blocks_for(row.max_cached) for row in rows]
     wanted, largest = sum(sizes), max(sizes)
@@ -213,15 +222,15 @@ def run_call(call: Call, engine: Engine, fills_cache: bool) -> Any:
             )
         if share.total < wanted and waves:
             return _run_waves(engine, share, waves, config)
-        return _run_lockstep(engine, share, LockstepGroup(call, rows))
+        group = LockstepGroup(call, rows)
+        recompute = None if fills_cache else functools.partial(_recompute, model)
+        return _run_lockstep(engine, share, group, lambda: group.output(engine.make_pool(), recompute))
 
 
-def _run_lockstep(engine: Engine, share: Share, group: LockstepGroup) -> Any:
+def _run_lockstep(engine: Engine, share: Share, group: LockstepGroup, output: Callable[[], Any]) -> Any:
     outputs: list[Any] = []
-    assert engine.pool is not None
-    pool = engine.pool
     try:
-        engine.run([group], share, lambda _: outputs.append(group.output(pool)))
+        engine.run([group], share, lambda _: outputs.append(output()))
     finally:
         # Transformers leaves a streamer's consumer waiting when its loop raises; we let it go.
         if group.streamer is not None:
@@ -269,7 +278,7 @@ def _waves(call: Call, rows: list[Row]) -> list[Call] | None:
     ]
 
 
-def _fill(cache: Any, pool: BlockPool, rows: list[Row], length: int) -> None:
+def _fill(cache: Any, pool: BlockPool, rows: Sequence[Row], length: int) -> None:
     """Put what the pool holds for ``rows`` into a transformers cache, left-padded with zeros to ``length``."""
     for layer in pool.layers:
         spec = layer.spec
@@ -281,6 +290,19 @@ def _fill(cache: Any, pool: BlockPool, rows: list[Row], length: int) -> None:
             pad = length - row.computed
             keys[i, :, pad:], values[i, :, pad:] = pool.states(layer, row.table, row.computed)
         cache.update(keys, values, spec.layer_idx)
+
+
+def _recompute(model: Any, call: Call, input_ids: torch.Tensor) -> None:
+    """Fill the call's cache by one of the model's own forwards over ``input_ids``, all tokens but the last."""
+    new = input_ids.shape[1] - call.input_ids.shape[1]
+    inputs = dict(call.model_inputs)
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None:
+        inputs["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), new)], dim=-1)
+    if positions is not None:
+        following = positions[..., -1:] + torch.arange(1, new + 1, device=positions.device)
+        inputs["position_ids"] = torch.cat([positions, following], dim=-1)
+    model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs), return_dict=True)
 
 
 def _is_stock(processor: Any) -> bool:

@@ -176,7 +176,7 @@ class _Batch:
             rows = [tokens[length:] for tokens in group.generated()]
         else:
             rows = [group.rows[0].token_ids[length:]]
-        self._patched.note("paged", "")
+        self._patched.note("paged", "packed")
         self._record(index, rows, call.generation_config)
 
     def _misfit(self, misfit: DoesNotFit) -> None:

@@ -163,16 +163,16 @@ class PatchedGenerate:
         engine = self.engine
         try:
             if isinstance(engine, PaddedEngine):
-                output = engine.run_call(model, call)
+                output, how = engine.run_call(model, call), "padded batch, the model's own attention"
             elif engine is not None:
                 self.check_call(call)
-                output = run_call(call, engine, self._fills_cache)
+                output, how = run_call(model, call, engine, self._fills_cache), "packed"
             else:
                 raise NotExact(self.reason or "")
         except NotExact as reason:
             self.note("hf", str(reason))
             return run_original(model, call)
-        self.note("paged", "")
+        self.note("paged", how)
         return output
 
     def check_call(self, call: Call) -> None:
@@ -226,7 +226,7 @@ class PatchedGenerate:
         return model.dtype, model.device, name, str(getattr(model, "hf_device_map", None))
 
     def note(self, path: str, reason: str) -> None:
-        self.last_call = LastCall(path, reason or "exact")
+        self.last_call = LastCall(path, reason)
         self.counters[f"calls_{path}"] += 1
         if path == "hf" and self.engine is not None:
             logger.info("fastgen: this call takes the original path: %s", reason)

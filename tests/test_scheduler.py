@@ -29,7 +29,9 @@ class Counted(Group):
 
 
 groups_strategy = st.lists(
-    st.builds(Counted, st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 12)), min_size=1, max_size=10
+    st.builds(Counted, st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(1, 12)),
+    min_size=1,
+    max_size=10,
 )
 
 

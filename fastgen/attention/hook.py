@@ -166,7 +166,7 @@ def register() -> None:
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -185,8 +185,9 @@ def _mask(*args: Any, mask_function: Callable[..., torch.Tensor], config: PreTra
     step = _STEP.get()
     if step is not None:
         return step.mask(mask_function, kwargs.get("device", torch.device("cpu")))
-    function = ALL_MASK_ATTENTION_FUNCTIONS[original_name(config._attn_implementation)]
-    return function(*args, mask_function=mask_function, config=config, **kwargs)
+    function = ALL_MASK_ATTENTION_FUNCTIONS.get(original_name(config._attn_implementation))
+    # What has no mask function of its own gets no mask from transformers either.
+    return None if function is None else function(*args, mask_function=mask_function, config=config, **kwargs)
 
 
 def original_name(name: str | None) -> str | None:

@@ -16,7 +16,7 @@ from fastgen.engine.request import Row
 class Runner:
     """Calls the model's own forward on packed tokens ``(1, T)``, without a cache object of transformers'."""
 
-    def __init__(self, model: torch.nn.Module, backend: AttentionBackend) -> None:
+    def __init__(self, model: Any, backend: AttentionBackend) -> None:
         self.backend = backend
         self._model = model
         self._switch = AttentionSwitch(model)
@@ -60,7 +60,7 @@ class Runner:
         return step.specs
 
     def _forward(self, step: PagedStep, token_ids: list[int], position_ids: list[int], last: list[int]) -> torch.Tensor:
-        device = self._model.device  # type: ignore[attr-defined]
+        device = self._model.device
         inputs: dict[str, Any] = {
             "input_ids": torch.tensor([token_ids], device=device),
             "position_ids": torch.tensor([position_ids], device=device),

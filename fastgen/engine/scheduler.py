@@ -51,9 +51,9 @@ class Scheduler:
         for group in list(self.running):
             if group in self.running:  # not preempted meanwhile
                 budget -= self._plan(group, budget, plan)
-        while budget > 0 and (group := self._admissible()) is not None:
-            self.running.append(group)
-            budget -= self._plan(group, budget, plan)
+        while budget > 0 and (admitted := self._admissible()) is not None:
+            self.running.append(admitted)
+            budget -= self._plan(admitted, budget, plan)
         return [(row, tokens) for row, tokens in plan if row.computed + tokens <= self._capacity(row)]
 
     def retire(self) -> None:
