@@ -165,12 +165,12 @@ def sharing_rows() -> list[list[int]]:
     return [prompts(8)[0] + row for row in prompts(1, 4, 2, 3, 6, 5, 3, 7, seed=9)]
 
 
-@pytest.mark.parametrize("num_blocks", [10, 11, 17, 40])
+@pytest.mark.parametrize("num_blocks", [8, 13, 40])
 def test_rows_that_share_blocks_in_a_tiny_pool(num_blocks: int) -> None:
-    """A19 (GeeeekExplorer/nano-vllm#211): the largest row fills 10 blocks; all eight need 70."""
+    """A19 (GeeeekExplorer/nano-vllm#211): the largest row fills 8 blocks; all eight need 56."""
     model = fastgen.patch(tiny_llama(), block_size=4, num_blocks=num_blocks)
     for _ in range(2):
-        assert_same(model, {**left_pad(sharing_rows()), "max_new_tokens": 24}, dict_path="hf")
+        assert_same(model, {**left_pad(sharing_rows()), "max_new_tokens": 17}, dict_path="hf")
     status = fastgen.status(model)
     assert status.blocks_total == num_blocks
 

@@ -275,7 +275,7 @@ class Failing(LlamaForCausalLM):
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
     ) -> Any:
-        if len(input_ids) == 1 and attention_mask is None and (position_ids.diff() < 0).any():
+        if len(input_ids) == 1 and (position_ids.diff() < 0).any():
             raise RuntimeError("what is this?")
         return super().forward(input_ids, attention_mask, position_ids, **kwargs)
 

@@ -147,7 +147,7 @@ def build(model_type: str, seed: int = 0) -> PreTrainedModel:
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         try:
-            model = cls(config_class(**_small(config_class(), SPECIAL.get(model_type, {}))))
+            model: PreTrainedModel = cls(config_class(**_small(config_class(), SPECIAL.get(model_type, {}))))
         except ImportError as error:
             raise CannotBuild(f"needs a package: {_one_line(error)}") from error
         except Exception as error:
@@ -155,8 +155,9 @@ def build(model_type: str, seed: int = 0) -> PreTrainedModel:
         _randomize(model)
     generation = model.generation_config
     generation.eos_token_id, generation.pad_token_id, generation.bos_token_id = None, 0, 1
-    generation.decoder_start_token_id = 1
-    return model.float().eval()
+    generation.decoder_start_token_id, generation.use_cache = 1, True
+    model.float().eval()
+    return model
 
 
 def _small(config: PreTrainedConfig, special: dict[str, Any]) -> dict[str, Any]:
@@ -169,10 +170,8 @@ def _small(config: PreTrainedConfig, special: dict[str, Any]) -> dict[str, Any]:
     small |= {name: SMALL[name] for name in ("num_key_value_heads", "sliding_window") if name in values}
     if "kv_lora_rank" in small:
         small["num_key_value_heads"] = small["num_attention_heads"]
-    if "is_decoder" in values:
-        small["is_decoder"] = True
-    if "tie_word_embeddings" in values:
-        small["tie_word_embeddings"] = False
+    switches = {"is_decoder": True, "use_cache": True, "tie_word_embeddings": False}
+    small |= {name: value for name, value in switches.items() if name in values}
     small |= _layers(values)
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
@@ -183,7 +182,7 @@ def _small(config: PreTrainedConfig, special: dict[str, Any]) -> dict[str, Any]:
 
 def _layers(values: dict[str, Any]) -> dict[str, Any]:
     """One layer of each kind (two at least) where a config has lists with an entry for each layer."""
-    count = values.get("num_hidden_layers")
+    count = values.get("num_hidden_layers") or 0
     lists = {k: v for k, v in values.items() if isinstance(v, list) and count == len(v) and v[:2] != [0, 1]}
     if not lists:
         return {}

@@ -1,4 +1,4 @@
-"""Does a patched model give what it gave before? Each class ends paged or hf, and equal, or the check says where not."""
+"""Does a patched model give what it gave before? Each class ends paged or hf, and equal, or the check says why."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def page(outcomes: dict[tuple[str, str], Outcome]) -> str:
         "`fastgen.patch`: greedy with logits, sampled with a seed, and several sequences a prompt.",
         "",
         f"* transformers {transformers.__version__}, torch {torch.__version__}: {len(outcomes)} classes.",
-        f"* {counts['paged']} take the paged path, {counts['hf']} the original one; {unequal} differ from the original.",
+        f"* {counts['paged']} take the paged path, {counts['hf']} the original one; {unequal} differ from it.",
         f"* {counts['not built']} could not be built here.",
         "",
         "Made by `python tests/zoo_table.py`.",

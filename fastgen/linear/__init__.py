@@ -1,0 +1,1 @@
+"""How the model's projections are computed within our forwards."""
