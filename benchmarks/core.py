@@ -56,7 +56,10 @@ def main() -> None:
             for label, contender in contenders(model, requests, args.batch_sizes, backwards=round_ % 2 == 1):
                 run, tokens[name][label] = measure(label, contender, model.device)
                 runs[name].append(run)
-                print(f"{name:>9}  {label:<28} {run['seconds']:8.2f} s  {run['tokens_per_second']:8.1f} tokens/s", flush=True)
+                print(
+                    f"{name:>9}  {label:<28} {run['seconds']:8.2f} s  {run['tokens_per_second']:8.1f} tokens/s",
+                    flush=True,
+                )
     for name, model in models.items():
         report["dtypes"][name] = {
             "runs": runs[name],

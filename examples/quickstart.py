@@ -1,7 +1,7 @@
 """The same chats three ways: transformers' generate, the same call patched, and fastgen.generate.
 
-    python examples/quickstart.py
-    python examples/quickstart.py --model NAME --dtype bfloat16
+python examples/quickstart.py
+python examples/quickstart.py --model NAME --dtype bfloat16
 """
 
 import argparse
@@ -59,7 +59,9 @@ def main() -> None:
         result.token_ids == row[start : start + len(result.token_ids)]
         for result, row in zip(results, expected.tolist(), strict=True)
     ]
-    print(f"\n{type(model).__name__}, {args.dtype} on {model.device}, {len(QUESTIONS)} prompts, patched in {patching:.2f} s")
+    print(
+        f"\n{type(model).__name__}, {args.dtype} on {model.device}, {len(QUESTIONS)} prompts, patched in {patching:.2f} s"
+    )
     print(f"  model.generate, original  {seconds:7.2f} s")
     print(
         f"  model.generate, patched   {patched_seconds:7.2f} s  {seconds / patched_seconds:5.2f}x  "

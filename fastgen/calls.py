@@ -58,7 +58,7 @@ class Call:
             NotExact: inputs that packing would not reproduce.
         """
         for name, value in self.model_inputs.items():
-            if name not in _KNOWN_INPUTS and value is not None and value is not False:
+            if name not in _KNOWN_INPUTS and not _is_absent(value):
                 raise NotExact(f"the model input {name!r}")
         if self.input_ids.ndim != 2 or self.input_ids.shape[1] == 0:
             raise NotExact("a prompt without tokens")
@@ -256,7 +256,7 @@ def _waves(call: Call, rows: list[Row]) -> list[Call] | None:
     """The call as calls of one row each with the same result, or ``None`` where rows may depend on each other."""
     if len(rows) == 1 or call.streamer is not None or call.generation_config.do_sample:
         return None
-    if not all(type(processor).__name__ in _ROWWISE_PROCESSORS for processor in call.logits_processor):
+    if not all(map(_is_rowwise, call.logits_processor)):
         return None
     if not all(type(criterion).__name__ in _ROWWISE_CRITERIA for criterion in call.stopping_criteria):
         return None
@@ -303,6 +303,18 @@ def _recompute(model: Any, call: Call, input_ids: torch.Tensor) -> None:
         following = positions[..., -1:] + torch.arange(1, new + 1, device=positions.device)
         inputs["position_ids"] = torch.cat([positions, following], dim=-1)
     model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs), return_dict=True)
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether a model input says nothing: transformers passes some on as empty containers."""
+    return value is None or value is False or (isinstance(value, dict) and all(map(_is_absent, value.values())))
+
+
+def _is_rowwise(processor: Any) -> bool:
+    """Whether a processor treats a row the same whatever batch it is in."""
+    # A length to ignore is given for every row of the batch.
+    ignores = getattr(processor, "prompt_ignore_length", None) is not None
+    return type(processor).__name__ in _ROWWISE_PROCESSORS and not ignores
 
 
 def _is_stock(processor: Any) -> bool:

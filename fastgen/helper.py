@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ def generate(
     Returns:
         The results in the order of the prompts; ``num_return_sequences`` of them for each.
     """
-    if isinstance(model, str):
+    if isinstance(model, str | os.PathLike):
         model, tokenizer = _load(model, tokenizer)
     listed = _listed(prompts)
     arguments = _per_prompt(generation_arguments, len(listed))
@@ -276,7 +277,7 @@ def _bar(progress: bool | None, total: int) -> Iterator[Any]:
         yield bar
 
 
-def _load(name: str, tokenizer: Any) -> tuple[Any, Any]:
+def _load(name: str | os.PathLike[str], tokenizer: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()

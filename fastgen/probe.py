@@ -34,6 +34,8 @@ def check_model(model: Any) -> None:
         NotExact: with the reason.
     """
     config = model.config
+    if model.device.type == "meta":
+        raise NotExact("weights that are offloaded")
     if config.is_encoder_decoder:
         raise NotExact("an encoder-decoder model")
     if getattr(model, "_is_stateful", False):
@@ -88,6 +90,7 @@ def probe_packed(model: Any, runner: Runner, original: Generate, options: Option
         if not options.verify:
             return Finding(specs, "not verified, as asked")
         inputs, expected = _expected(model, original, specs)
+        _check_windows(specs, returned_cache(expected))
         try:
             steps, states = _forced(runner, specs, inputs, expected)
         except Exception as error:
@@ -188,6 +191,16 @@ def _forced(
         for row, every in zip(rows, tokens, strict=True):
             row.token_ids.append(every[len(row.token_ids)])
     return logits, [pool.states(layer, rows[0].table, rows[0].computed) for layer in pool.layers]
+
+
+def _check_windows(specs: list[LayerSpec], cache: Any) -> None:
+    """Refuse a model whose cache forgets tokens that its masks still show."""
+    layers = getattr(cache, "layers", [])
+    for spec in specs:
+        if spec.layer_idx is not None and spec.layer_idx < len(layers):
+            window = getattr(layers[spec.layer_idx], "sliding_window", None)
+            if window is not None and window != spec.window:
+                raise NotExact(f"a cache of the last {window} tokens under a mask that shows {spec.window or 'all'}")
 
 
 def _with_layer_idx(specs: list[LayerSpec], cache: Any, states: list[States]) -> list[LayerSpec] | None:

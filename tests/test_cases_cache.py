@@ -222,6 +222,13 @@ def test_processors_of_the_user_in_a_tiny_pool() -> None:
     assert_outputs_close(tuple(recorders[0].log), tuple(recorders[1].log))
 
 
+@pytest.mark.parametrize("lengths", [(21,), (21, 9), (2, 21)])
+def test_prompts_longer_than_a_step(lengths: tuple[int, ...]) -> None:
+    """They run in chunks; in some steps no row is ready for a token."""
+    model = fastgen.patch(tiny_llama(), block_size=4, max_num_batched_tokens=4)
+    assert_same(model, {**batch(*lengths), "max_new_tokens": 12})
+
+
 def test_a_prompt_larger_than_the_pool() -> None:
     model = fastgen.patch(tiny_llama(), block_size=4, num_blocks=5)
     assert_same(model, {**batch(40, 3), "max_new_tokens": 12}, path="hf")

@@ -39,33 +39,33 @@ def encoded(tokenizer: Any) -> dict[str, torch.Tensor]:
 
 def test_a_padded_batch_of_chats(real: tuple[PreTrainedModel, Any]) -> None:
     model, tokenizer = real
-    assert_same(model, {**encoded(tokenizer), "max_new_tokens": 24, "do_sample": False}, atol=2e-3)
+    assert_same(model, {**encoded(tokenizer), "max_new_tokens": 12, "do_sample": False}, atol=2e-3)
 
 
 def test_seeded_sampling(real: tuple[PreTrainedModel, Any]) -> None:
     model, tokenizer = real
-    call = {**encoded(tokenizer), "max_new_tokens": 12, "do_sample": True, "top_p": 0.9, "num_return_sequences": 2}
+    call = {**encoded(tokenizer), "max_new_tokens": 6, "do_sample": True, "top_p": 0.9, "num_return_sequences": 2}
     assert_same(model, call, seed=1, atol=2e-3)
 
 
 def test_helper_with_chats(real: tuple[PreTrainedModel, Any]) -> None:
     model, tokenizer = real
-    lengths = [8, 20, 14]
+    lengths = [9, 4, 6]
     results = fastgen.generate(model, CHATS, tokenizer, max_new_tokens=lengths, do_sample=False)
     for chat, length, result in zip(CHATS, lengths, results, strict=True):
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         inputs = tokenizer(text, return_tensors="pt")
         expected = continuation(model, {**inputs, "max_new_tokens": length, "do_sample": False})[0].tolist()
         assert result.token_ids == expected
-    assert "Paris" in results[0].text or "France" in results[0].text
+    assert "capital" in results[0].text
 
 
 def test_pipeline(real: tuple[PreTrainedModel, Any]) -> None:
     model, tokenizer = real
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    actual = pipe(["The sea is", "Once"], max_new_tokens=8, do_sample=False, batch_size=2)
+    actual = pipe(["The sea is", "Once"], max_new_tokens=5, do_sample=False, batch_size=2)
     fastgen.unpatch(model)
-    expected = pipe(["The sea is", "Once"], max_new_tokens=8, do_sample=False, batch_size=2)
+    expected = pipe(["The sea is", "Once"], max_new_tokens=5, do_sample=False, batch_size=2)
     fastgen.patch(model)
     assert actual == expected
 
@@ -75,21 +75,24 @@ def test_prompts_of_hundreds_of_tokens(real: tuple[PreTrainedModel, Any]) -> Non
     model, _ = real
     fastgen.patch(model, max_num_batched_tokens=100)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(100, 40000, (2, 330), generator=generator)
+    ids = torch.randint(100, 40000, (2, 220), generator=generator)
     mask = torch.ones_like(ids)
-    mask[1, :320] = 0
+    mask[1, :210] = 0
     try:
-        assert_same(model, {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6}, atol=2e-3, distinct=2)
+        assert_same(model, {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 4}, atol=2e-3, distinct=2)
     finally:
         fastgen.patch(model)
 
 
 def test_bfloat16_stays_within_rounding(smollm: tuple[PreTrainedModel, Any]) -> None:
     model, tokenizer = copy.deepcopy(smollm[0]).to(torch.bfloat16), smollm[1]
-    fastgen.patch(model)
+    fastgen.patch(fastgen.unpatch(model))
     assert fastgen.status(model).path == "paged"
     call = {**encoded(tokenizer), "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
     expected = type(model).generate(model, **call, do_sample=False).logits[0]
     actual = model.generate(**call, do_sample=False).logits[0]
+    last = fastgen.status(model).last_call
+    assert last is not None
+    assert last.reason == "packed", fastgen.status(model).reason
     torch.testing.assert_close(actual, expected, atol=1.0, rtol=0.05)
     assert torch.nn.functional.cosine_similarity(actual, expected).min() > 0.999

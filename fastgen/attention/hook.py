@@ -56,7 +56,7 @@ class PagedStep:
 
     def attend(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -72,6 +72,9 @@ class PagedStep:
         layout = self._layouts[device]
         self.backend.write(cache, layout, key[0], value[0])
         scale = more.get("scaling")
+        if getattr(module.config._attn_implementation, "original", None) == "sdpa":
+            # Transformers' sdpa leaves these out, where it does not refuse them.
+            more = {**more, "softcap": None, "s_aux": None}
         scoring = Scoring(
             scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
             window=cache.spec.window,
@@ -97,7 +100,7 @@ class RecordingStep(PagedStep):
 
     def attend(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
