@@ -1,7 +1,7 @@
 """Un-patched `generate` against fastgen, in one process and interleaved; writes a table and the raw figures.
 
     python benchmarks/core.py                                                    # the default model, some minutes
-    python benchmarks/core.py --requests 4 --max-output 8 --output /tmp/smoke    # does it run?
+    python benchmarks/core.py --requests 4 --max-output 8 --output smoke         # does it run?
 
 What is measured, for each dtype:
 
@@ -120,9 +120,10 @@ def contenders(
         patch_seconds, _ = timed(lambda: fastgen.patch(model), model.device)
         seconds, tokens = timed(run, model.device)
         status = fastgen.status(model)
-        assert status.last_call is not None and status.last_call.path == "paged", status.last_call
         fastgen.unpatch(model)
-        return seconds, tokens, {"patch_seconds": patch_seconds, "counters": status.counters}
+        packed = status.last_call is not None and status.last_call.reason == "packed"
+        path = "packed" if packed else f"not packed: {status.reason}; last call: {status.last_call}"
+        return seconds, tokens, {"patch_seconds": patch_seconds, "path": path, "counters": status.counters}
 
     def helper() -> Tokens:
         outputs = [request.output for request in requests]
@@ -306,12 +307,15 @@ class Stopwatch:
         return watched
 
 
-def long_generation(model: Any, length: int) -> dict[str, float]:
-    """Milliseconds of a step near token 10 and near the end, medians over a few steps."""
+def long_generation(model: Any, length: int) -> dict[str, float] | None:
+    """Milliseconds of a step near token 10 and near the end, medians over a few steps; only where rows are packed."""
     fastgen.patch(model)
-    patched = model.generate
+    runner = getattr(model.generate.engine, "runner", None)
+    if runner is None:
+        fastgen.unpatch(model)
+        return None
     ids = torch.tensor([w32(1)[0].prompt[:LONG_PROMPT]], device=model.device)
-    with Stopwatch(patched.engine.runner.backend) as watch:
+    with Stopwatch(runner.backend) as watch:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, streamer=watch)
     fastgen.unpatch(model)
     steps = [b - a for a, b in zip(watch.ends, watch.ends[1:], strict=False)]
@@ -353,9 +357,9 @@ def _equal(a: Tokens, b: Tokens) -> dict[str, float]:
     }
 
 
-def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Medians over the rounds; a ratio compares with the best un-patched contender of the same benchmark."""
-    summary: dict[str, dict[str, float]] = {}
+    summary: dict[str, dict[str, Any]] = {}
     for label in dict.fromkeys(run["contender"] for run in runs):
         mine = [run for run in runs if run["contender"] == label]
         summary[label] = {
@@ -363,6 +367,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             "tokens_per_second": statistics.median(run["tokens_per_second"] for run in mine),
             "drift": max(run["drift"] for run in mine),
         }
+        summary[label]["path"] = mine[-1].get("path", "original")
         patching = [run["patch_seconds"] for run in mine if "patch_seconds" in run]
         if patching:
             summary[label]["patch_seconds"] = statistics.median(patching)
@@ -386,15 +391,15 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         "Ratios compare with the best un-patched contender of the same benchmark.",
         "",
-        "| dtype | contender | seconds | tokens/s | ratio | machine |",
-        "|---|---|---:|---:|---:|---|",
+        "| dtype | contender | seconds | tokens/s | ratio | path | machine |",
+        "|---|---|---:|---:|---:|---|---|",
     ]
     for name, results in report["dtypes"].items():
         for label, entry in results["summary"].items():
             steady = f"**drifted {entry['drift']:.0%}**" if entry["drift"] > DRIFT else f"within {entry['drift']:.0%}"
             lines.append(
                 f"| {name} | {label} | {entry['seconds']:.2f} | {entry['tokens_per_second']:.1f} "
-                f"| {entry['ratio']:.2f} | {steady} |"
+                f"| {entry['ratio']:.2f} | {entry['path']} | {steady} |"
             )
     lines += ["", "| dtype | compared | equal tokens | equal sequences |", "|---|---|---:|---:|"]
     for name, results in report["dtypes"].items():
@@ -410,10 +415,11 @@ def markdown(report: dict[str, Any]) -> str:
     for name, results in report["dtypes"].items():
         long = results["long"]
         patching = statistics.median(run["patch_seconds"] for run in results["runs"] if "patch_seconds" in run)
-        lines.append(
-            f"| {name} | {patching:.2f} | {long['early_step_ms']:.1f} | {long['early_rest_ms']:.1f} "
-            f"| {long['late_step_ms']:.1f} | {long['late_rest_ms']:.1f} | {long['tokens']} |"
+        names = ("early_step_ms", "early_rest_ms", "late_step_ms", "late_rest_ms")
+        cells = (
+            [f"{long[figure]:.1f}" for figure in names] + [str(long["tokens"])] if long else ["not packed"] + [""] * 4
         )
+        lines.append(f"| {name} | {patching:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

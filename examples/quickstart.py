@@ -59,9 +59,7 @@ def main() -> None:
         result.token_ids == row[start : start + len(result.token_ids)]
         for result, row in zip(results, expected.tolist(), strict=True)
     ]
-    print(
-        f"\n{type(model).__name__}, {args.dtype} on {model.device}, {len(QUESTIONS)} prompts, patched in {patching:.2f} s"
-    )
+    print(f"\n{len(QUESTIONS)} prompts, {args.dtype} on {model.device}; patched in {patching:.2f} s")
     print(f"  model.generate, original  {seconds:7.2f} s")
     print(
         f"  model.generate, patched   {patched_seconds:7.2f} s  {seconds / patched_seconds:5.2f}x  "

@@ -145,7 +145,7 @@ class _Batch:
             captured.append(Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs))
             return input_ids
 
-        arguments = self._patched.prepare((), arguments)
+        _, arguments = self._patched.prepare((), arguments)
         if arguments.get("streamer") is not None:
             raise NotExact("a streamer")
         self._patched.original(custom_generate=capture, **arguments)

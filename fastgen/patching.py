@@ -123,11 +123,11 @@ class PatchedGenerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         streamer = _argument("streamer", args, kwargs)
         try:
-            kwargs = self.prepare(args, kwargs)
+            engine, kwargs = self.prepare(args, kwargs)
         except NotExact as reason:
             self.note("hf", str(reason))
             return self.original(*args, **kwargs)
-        return self.original(*args, custom_generate=functools.partial(self._decode, streamer), **kwargs)
+        return self.original(*args, custom_generate=functools.partial(self._decode, engine, streamer), **kwargs)
 
     def current_engine(self) -> Engine | PaddedEngine | None:
         """The engine for the model as it is now, proven anew if its dtype, device or attention has changed."""
@@ -136,20 +136,22 @@ class PatchedGenerate:
                 self.verify()
             return self.engine
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments for the original with our loop in it.
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Engine | PaddedEngine, dict[str, Any]]:
+        """The engine to use, and keyword arguments for the original with our loop in it.
 
         Raises:
             NotExact: the call needs the original loop; nothing has been touched.
         """
-        if self.current_engine() is None:
+        engine = self.current_engine()
+        if engine is None:
             raise NotExact(self.reason or "")
         self._check_arguments(args, kwargs)
         self._check_state()
-        return _with_stop_strings(args, kwargs, self.model.generation_config)
+        return engine, _with_stop_strings(args, kwargs, self.model.generation_config)
 
     def _decode(
         self,
+        _engine: Engine | PaddedEngine,
         _streamer: Any,
         model: Any,
         input_ids: torch.Tensor,
@@ -160,15 +162,12 @@ class PatchedGenerate:
     ) -> Any:
         """Our decoding loop, called by transformers in place of its own."""
         call = Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, _streamer)
-        engine = self.engine
         try:
-            if isinstance(engine, PaddedEngine):
-                output, how = engine.run_call(model, call), "padded batch, the model's own attention"
-            elif engine is not None:
-                self.check_call(call)
-                output, how = run_call(model, call, engine, self._fills_cache), "packed"
+            if isinstance(_engine, PaddedEngine):
+                output, how = _engine.run_call(model, call), "padded batch, the model's own attention"
             else:
-                raise NotExact(self.reason or "")
+                self.check_call(call)
+                output, how = run_call(model, call, _engine, self._fills_cache), "packed"
         except NotExact as reason:
             self.note("hf", str(reason))
             return run_original(model, call)
@@ -277,6 +276,7 @@ def patch(model: Model, **options: Any) -> Model:
     present = find(target)
     if present is not None:
         if present.options == chosen:
+            present.current_engine()
             return model
         unpatch(target)
     patched = PatchedGenerate(target, chosen, target.__dict__.get("generate"))

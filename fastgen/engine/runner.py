@@ -66,7 +66,7 @@ class Runner:
             "input_ids": torch.tensor([token_ids], device=device),
             "position_ids": torch.tensor([position_ids], device=device),
         }
-        keep = torch.tensor(last, device=device)
+        keep = torch.tensor(last, dtype=torch.long, device=device)
         if "attention_mask" in self._accepts:
             # Without a mask, transformers would look for packed sequences in the positions.
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
