@@ -18,23 +18,44 @@ class SdpaBackend(AttentionBackend):
     name = "sdpa"
 
     def attend(self, query: torch.Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring) -> torch.Tensor:
+        if scoring.softcap is None and scoring.sinks is None:
+            if all(span.length == 1 for span in layout.spans):
+                return _decode(query, cache, layout, scoring)
+            score = _sdpa
+        else:
+            score = _explicit
         heads, tokens = query.shape[:2]
         output = query.new_empty(tokens, heads, cache.spec.value_dim)
-        score = _sdpa if scoring.softcap is None and scoring.sinks is None else _explicit
         for span in layout.spans:
-            # A decoding row never looks behind its window, so that part is not even read.
-            first = max(0, span.context - span.length - scoring.window + 1) if scoring.window else 0
-            keys = _row(cache.keys, span, first, layout.block_size)
-            values = _row(cache.values, span, first, layout.block_size)
             rows = slice(span.start, span.start + span.length)
+            keys, values = _states(cache, layout, span, scoring)
             output[rows] = score(query[:, rows], keys, values, scoring).transpose(0, 1)
         return output
+
+
+def _decode(query: torch.Tensor, cache: LayerCache, layout: StepLayout, scoring: Scoring) -> torch.Tensor:
+    """One query a row: the heads of a group are the rows of one small matrix, and keys are read once a group."""
+    heads, tokens, dim = query.shape
+    kv_heads = cache.spec.kv_heads
+    queries = query.transpose(0, 1).reshape(tokens, 1, kv_heads, heads // kv_heads, dim).unbind()
+    attended = []
+    for row, span in zip(queries, layout.spans, strict=True):
+        keys, values = _states(cache, layout, span, scoring)
+        attended.append(scaled_dot_product_attention(row, keys[None], values[None], scale=scoring.scale))
+    return torch.cat(attended).view(tokens, heads, cache.spec.value_dim)
+
+
+def _states(cache: LayerCache, layout: StepLayout, span: Span, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values that a row's queries may see, ``[kv_heads, n, dim]``."""
+    # A decoding row never looks behind its window, so that part is not even read.
+    first = max(0, span.context - span.length - scoring.window + 1) if scoring.window else 0
+    return _row(cache.keys, span, first, layout.block_size), _row(cache.values, span, first, layout.block_size)
 
 
 def _row(pool: torch.Tensor, span: Span, first: int, block_size: int) -> torch.Tensor:
     """Entries ``first`` to ``context`` of a row, ``[kv_heads, n, dim]``."""
     if span.first_slot is not None:
-        return pool[:, span.first_slot + first : span.first_slot + span.context]
+        return pool.narrow(1, span.first_slot + first, span.context - first)
     assert span.blocks is not None
     kv_heads, _, dim = pool.shape
     skipped = first // block_size
@@ -58,7 +79,6 @@ def _sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring
     if not causal:
         mask = _mask(length, context, scoring.window, query.device)
     if mask is None and not causal:
-        # One query a head: the heads of a group are the rows of one small matrix, and keys are read once a group.
         query = query.reshape(kv_heads, heads // kv_heads, dim)
     attended = scaled_dot_product_attention(
         query[None],

@@ -11,7 +11,7 @@ from fastgen.attention.base import AttentionBackend, Span, StepLayout
 from fastgen.attention.hook import AttentionSwitch, PagedStep, RecordingStep
 from fastgen.cache.pool import BlockPool, LayerSpec
 from fastgen.engine.request import Row
-from fastgen.linear.upcast import projections
+from fastgen.linear.cpu import projections
 
 
 class Runner:
@@ -74,7 +74,7 @@ class Runner:
             inputs["use_cache"] = False
         if "logits_to_keep" in self._accepts:
             inputs["logits_to_keep"] = keep
-        with self._switch.running(step), projections(self._model.dtype, device):
+        with self._switch.running(step), projections(self._model.dtype, device, len(token_ids)):
             logits = self._model(**inputs, return_dict=True).logits[0]
         if "logits_to_keep" in self._accepts:
             return logits
