@@ -20,7 +20,7 @@ from fastgen.exact import NotExact
 from fastgen.options import Options
 
 Generate = Callable[..., Any]
-NEW_TOKENS = 4
+NEW_TOKENS = 3
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of logits, as a share of their spread, that counts as rounding."""
 
