@@ -1,7 +1,9 @@
 """The fixed requests that the benchmarks run. They never change, so that results of different versions compare.
 
 W32 is 32 requests with prompts and outputs of 16 to 256 tokens, both uniform; SINGLE is its first four, one after
-another. Decoding is greedy and runs to the full length: no end-of-sequence token is heeded.
+another. CHAT16 is 16 requests of 64 output tokens that share a prefix of 192 tokens and have 32 of their own; nothing
+runs it before there is a prefix cache. Decoding is greedy and runs to the full length: no end-of-sequence token is
+heeded.
 """
 
 from __future__ import annotations
@@ -36,6 +38,13 @@ def w32(count: int = 32, max_output: int | None = None) -> list[Request]:
 def single(requests: list[Request]) -> list[Request]:
     """The requests of the one-stream benchmark."""
     return requests[:4]
+
+
+def chat16() -> list[Request]:
+    """The 16 requests with one prefix."""
+    generator = random.Random(1)
+    prefix = [generator.randint(FIRST_ID, LAST_ID) for _ in range(192)]
+    return [Request(prefix + [generator.randint(FIRST_ID, LAST_ID) for _ in range(32)], 64) for _ in range(16)]
 
 
 def padded_batches(requests: list[Request], size: int) -> list[list[int]]:

@@ -215,7 +215,7 @@ class PatchedGenerate:
             raise NotExact("a compiled forward")
         if torch.is_autocast_enabled(model.device.type):
             raise NotExact("autocast")
-        if model.training and (getattr(model, "is_gradient_checkpointing", False) or _drops_out(model)):
+        if model.training and (_checkpoints(model) or _drops_out(model)):
             raise NotExact("training mode with dropout or gradient checkpointing")
 
     def _current(self) -> tuple[Any, ...]:
@@ -353,6 +353,11 @@ def _distributed() -> bool:
     """Whether other processes may have to run the same number of forwards."""
     available = torch.distributed.is_available() and torch.distributed.is_initialized()
     return available and torch.distributed.get_world_size() > 1
+
+
+def _checkpoints(model: torch.nn.Module) -> bool:
+    """Whether transformers' gradient checkpointing is on: its layers then take no cache in training mode."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _drops_out(model: torch.nn.Module) -> bool:
