@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -60,8 +61,10 @@ class Call:
         for name, value in self.model_inputs.items():
             if name not in _KNOWN_INPUTS and not _is_absent(value):
                 raise NotExact(f"the model input {name!r}")
-        if self.input_ids.ndim != 2 or self.input_ids.shape[1] == 0:
+        if self.input_ids.ndim != 2 or self.input_ids.numel() == 0:
             raise NotExact("a prompt without tokens")
+        if self.input_ids.dtype not in (torch.int32, torch.int64):
+            raise NotExact(f"input ids of type {self.input_ids.dtype}")
         max_length = self.stopping_criteria.max_length
         if max_length is None:
             raise NotExact("no maximum length")
@@ -69,7 +72,7 @@ class Call:
         positions = self._positions(starts)
         length = self.input_ids.shape[1]
         return [
-            Row(ids[start:], max_length - start, None if position is None else position[start:])
+            Row(ids[start:], max(max_length, length + 1) - start, None if position is None else position[start:])
             for ids, start, position in zip(self.input_ids.tolist(), starts, positions, strict=True)
             if start < length
         ]
@@ -231,10 +234,14 @@ def _run_lockstep(engine: Engine, share: Share, group: LockstepGroup, output: Ca
     outputs: list[Any] = []
     try:
         engine.run([group], share, lambda _: outputs.append(output()))
-    finally:
+    except BaseException:
         # Transformers leaves a streamer's consumer waiting when its loop raises; we let it go.
-        if group.streamer is not None:
-            group.streamer.end()
+        with suppress(Exception):
+            if group.streamer is not None:
+                group.streamer.end()
+        raise
+    if group.streamer is not None:
+        group.streamer.end()
     return outputs[0]
 
 

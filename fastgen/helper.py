@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig
+from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from fastgen.calls import Call, LockstepGroup
 from fastgen.engine.engine import Engine
@@ -29,8 +29,10 @@ _NESTING = {
     "begin_suppress_tokens": 1,
     "logits_processor": 1,
     "stopping_criteria": 1,
+    "forced_eos_token_id": 1,
+    "exponential_decay_length_penalty": 1,
     "bad_words_ids": 2,
-    "sequence_bias": 2,
+    "sequence_bias": 3,
 }
 """Arguments that are lists by nature, and how deep: one value a prompt is a list of these."""
 
@@ -156,15 +158,10 @@ class _Batch:
 
     def _group(self, call: Call, index: int) -> Group:
         rows = call.rows()
-        config = call.generation_config
-        plain = {"MaxLengthCriteria", "EosTokenCriteria"}
-        if (
-            len(rows) == 1
-            and not config.do_sample
-            and not call.logits_processor
-            and all(type(criterion).__name__ in plain for criterion in call.stopping_criteria)
-        ):
-            return GreedyGroup(rows[0], _eos_ids(config) if call.has_eos else frozenset())
+        kinds = [type(criterion) for criterion in call.stopping_criteria]
+        plain = kinds in ([MaxLengthCriteria], [MaxLengthCriteria, EosTokenCriteria])
+        if plain and len(rows) == 1 and not call.generation_config.do_sample and not call.logits_processor:
+            return GreedyGroup(rows[0], _eos_of(call.stopping_criteria))
         generator = None
         if self._seed is not None:
             generator = torch.Generator(call.input_ids.device).manual_seed(self._seed + index)
@@ -178,7 +175,8 @@ class _Batch:
         else:
             rows = [group.rows[0].token_ids[length:]]
         self._patched.note("paged", "packed")
-        self._record(index, rows, call.generation_config)
+        limit = call.stopping_criteria.max_length or sys.maxsize
+        self._record(index, rows, _eos_of(call.stopping_criteria), limit - length)
 
     def _misfit(self, misfit: DoesNotFit) -> None:
         index, _ = self._running.pop(misfit.group)
@@ -194,7 +192,10 @@ class _Batch:
         with _seeded(self._seed, index):
             output = self._patched(**arguments)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        self._record(index, [_until_eos(tokens[length:], config) for tokens in sequences.tolist()], config)
+        eos = _eos_ids(config.eos_token_id) | _eos_of(self._arguments[index].get("stopping_criteria") or ())
+        rows = [_until(tokens[length:], eos, config.pad_token_id) for tokens in sequences.tolist()]
+        limit = config.max_length or sys.maxsize
+        self._record(index, rows, eos, limit - length if config.max_new_tokens is None else config.max_new_tokens)
 
     def _inputs(self, index: int) -> dict[str, Any]:
         device = self._patched.model.device
@@ -205,15 +206,17 @@ class _Batch:
             arguments.setdefault("tokenizer", self._tokenizer)
         return arguments
 
-    def _record(self, index: int, rows: list[list[int]], config: GenerationConfig) -> None:
-        eos = _eos_ids(config)
-        length = len(self._prompts[index])
-        stop_strings = self._arguments[index].get("stop_strings") or config.stop_strings
+    def _record(self, index: int, rows: list[list[int]], eos: frozenset[int], limit: int) -> None:
+        """Results of rows of generated tokens, at most ``limit`` of them."""
+        arguments = self._arguments[index]
+        stop_strings = arguments.get("stop_strings") or getattr(
+            arguments.get("generation_config"), "stop_strings", None
+        )
         results = []
         for tokens in rows:
             if tokens and tokens[-1] in eos:
                 reason = "eos"
-            elif length + len(tokens) >= _max_length(config, length):
+            elif len(tokens) >= limit:
                 reason = "length"
             else:
                 reason = "stop" if stop_strings else "criteria"
@@ -223,22 +226,25 @@ class _Batch:
         self._bar.update()
 
 
-def _eos_ids(config: GenerationConfig) -> frozenset[int]:
-    eos = config.eos_token_id
+def _eos_of(criteria: Sequence[Any]) -> frozenset[int]:
+    """The tokens that end a row by ``criteria``."""
+    return frozenset().union(*(_eos_ids(getattr(criterion, "eos_token_id", None)) for criterion in criteria))
+
+
+def _eos_ids(eos: Any) -> frozenset[int]:
     if isinstance(eos, torch.Tensor):
         eos = eos.flatten().tolist()
     return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 
-def _until_eos(tokens: list[int], config: GenerationConfig) -> list[int]:
-    eos = _eos_ids(config)
-    return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))]
-
-
-def _max_length(config: GenerationConfig, prompt: int) -> int:
-    if config.max_new_tokens is not None:
-        return prompt + config.max_new_tokens
-    return config.max_length or sys.maxsize
+def _until(tokens: list[int], eos: frozenset[int], pad: int | None) -> list[int]:
+    """``tokens`` up to the first end-of-sequence token, or without the pads after another end."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), None)
+    if end is None:
+        end = len(tokens)
+        while eos and end and tokens[end - 1] == pad:
+            end -= 1
+    return tokens[:end]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.utils import logging
 
 from fastgen.attention.base import make_backend
-from fastgen.attention.hook import original_name, register
+from fastgen.attention.hook import original_name, register, suspended, within_step
 from fastgen.calls import CACHE_NAMES, Call, run_call, run_original
 from fastgen.engine.engine import Engine
 from fastgen.engine.padded import PaddedEngine
@@ -121,6 +121,10 @@ class PatchedGenerate:
         return engine, f"padded batches, since {self._unpacked}; {reason}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if within_step():
+            self.note("hf", "a call from inside a forward of fastgen's")
+            with suspended():
+                return self.original(*args, **kwargs)
         streamer = _argument("streamer", args, kwargs)
         try:
             engine, kwargs = self.prepare(args, kwargs)
@@ -221,8 +225,15 @@ class PatchedGenerate:
     def _current(self) -> tuple[Any, ...]:
         """What the probe's result depends on and a user may change."""
         model = self.model
-        name = original_name(model.config._attn_implementation)
-        return model.dtype, model.device, name, str(getattr(model, "hf_device_map", None))
+        config = model.config.get_text_config()
+        shape = ("num_hidden_layers", "sliding_window", "layer_types", "rope_parameters")
+        return (
+            model.dtype,
+            model.device,
+            original_name(model.config._attn_implementation),
+            str(getattr(model, "hf_device_map", None)),
+            *(str(getattr(config, name, None)) for name in shape),
+        )
 
     def note(self, path: str, reason: str) -> None:
         self.last_call = LastCall(path, reason)
@@ -255,7 +266,9 @@ class PatchedGenerate:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled model carries the stock ``generate``, and loads where fastgen is not installed."""
-        return getattr, (self.model, "generate") if self.own_original is None else (self, "own_original")
+        if self.own_original is not None:
+            return _itself, (self.own_original,)
+        return getattr, (self.model, "generate")
 
 
 def patch(model: Model, **options: Any) -> Model:
@@ -279,7 +292,10 @@ def patch(model: Model, **options: Any) -> Model:
             present.current_engine()
             return model
         unpatch(target)
-    patched = PatchedGenerate(target, chosen, target.__dict__.get("generate"))
+    own = target.__dict__.get("generate")
+    # A model that was pickled with a patch comes back with its class's own method as an attribute.
+    is_stock = own == MethodType(type(target).generate, target)
+    patched = PatchedGenerate(target, chosen, None if is_stock else own)
     patched.verify()
     target.generate = patched
     return model
@@ -320,6 +336,10 @@ def base_model(model: Any) -> Any:
     if not isinstance(inner, torch.nn.Module) or not hasattr(inner, "generate") or not hasattr(inner, "config"):
         raise TypeError(f"fastgen: {type(model).__name__} is not a transformers model with a generate method")
     return inner
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -93,10 +93,12 @@ def probe_packed(model: Any, runner: Runner, original: Generate, options: Option
         _check_windows(specs, returned_cache(expected))
         try:
             steps, states = _forced(runner, specs, inputs, expected)
+            reason = _compare(model, original, inputs, expected, steps)
+            indexed = _with_layer_idx(specs, returned_cache(expected), states)
+        except NotExact:
+            raise
         except Exception as error:
             raise NotExact(f"its forward does not run packed ({_line(error)})") from error
-        reason = _compare(model, original, inputs, expected, steps)
-        indexed = _with_layer_idx(specs, returned_cache(expected), states)
         return Finding(indexed or specs, reason, fills_cache=indexed is not None)
 
 
@@ -121,11 +123,12 @@ def probe_padded(model: Any, original: Generate, options: Options) -> tuple[Padd
             inputs, expected = _expected(model, original, [])
             original(**inputs, custom_generate=record)
             actual = original(**inputs, custom_generate=paged)
+            reason = _compare(model, original, inputs, expected, actual.logits)
         except NotExact:
             raise
         except Exception as error:
             raise NotExact(f"its forward does not run over the paged cache ({_line(error)})") from error
-        return PaddedEngine(specs, options), _compare(model, original, inputs, expected, actual.logits)
+        return PaddedEngine(specs, options), reason
 
 
 def _record(model: Any, runner: Runner) -> list[LayerSpec]:
@@ -277,7 +280,8 @@ def _plain(model: Any) -> Iterator[None]:
     """Evaluation mode and default generation settings, all put back."""
     training = [module for module in model.modules() if module.training]
     generation_config = model.generation_config
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    device = model.device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False), torch.random.fork_rng(devices=[]):
         try:
             model.eval()
             model.generation_config = GenerationConfig()

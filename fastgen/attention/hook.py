@@ -35,10 +35,12 @@ class PagedName(str):
     """The name :data:`NAME` in a config, with the name that it stands in for."""
 
     original: str | None
+    forwards: int
+    """How many of our forwards run on the config."""
 
     def __new__(cls, original: str | None) -> PagedName:
         name = super().__new__(cls, NAME)
-        name.original = original
+        name.original, name.forwards = original, 0
         return name
 
 
@@ -197,34 +199,65 @@ def original_name(name: str | None) -> str | None:
     return name.original if isinstance(name, PagedName) else name
 
 
+_SWITCHING = threading.Lock()
+
+
 class AttentionSwitch:
-    """Points a model's configs at :data:`NAME` while at least one of our forwards runs."""
+    """Points a model's configs at :data:`NAME` while at least one of our forwards runs.
+
+    Models may share a config, and threads a model: the name in a config counts the forwards that need it there.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._configs = list(_configs(model))
-        self._lock = threading.Lock()
-        self._depth = 0
 
     @contextmanager
     def running(self, step: PagedStep) -> Iterator[None]:
         """Within this context a forward of this thread is ``step``."""
-        token = _STEP.set(step)
+        token, held = None, []
         try:
-            with self._lock:
-                self._depth += 1
-                if self._depth == 1:
-                    for config in self._configs:
-                        config._attn_implementation_internal = PagedName(config._attn_implementation_internal)
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._depth -= 1
-                    if self._depth == 0:
-                        for config in self._configs:
-                            config._attn_implementation_internal = original_name(config._attn_implementation_internal)
+            token = _STEP.set(step)
+            with _SWITCHING:
+                for config in self._configs:
+                    _hold(config)
+                    held.append(config)
+            yield
         finally:
-            _STEP.reset(token)
+            with _SWITCHING:
+                for config in held:
+                    _let_go(config)
+            if token is not None:
+                _STEP.reset(token)
+
+
+def _hold(config: PreTrainedConfig) -> None:
+    name = config._attn_implementation_internal
+    if not isinstance(name, PagedName):
+        name = config._attn_implementation_internal = PagedName(name)
+    name.forwards += 1
+
+
+def _let_go(config: PreTrainedConfig) -> None:
+    name = config._attn_implementation_internal
+    if isinstance(name, PagedName):  # else somebody has set another meanwhile
+        name.forwards -= 1
+        if name.forwards == 0:
+            config._attn_implementation_internal = name.original
+
+
+def within_step() -> bool:
+    """Whether this thread is inside one of our forwards, in a hook of the model's, say."""
+    return _STEP.get() is not None
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Within this context forwards of this thread are not ours."""
+    token = _STEP.set(None)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
 
 
 def _configs(model: torch.nn.Module) -> Iterator[PreTrainedConfig]:

@@ -92,10 +92,12 @@ class PoolOwner:
         self.pool: BlockPool | None = None
         self.counters: Counter[str] = Counter()
         self.lock = threading.Lock()
+        """Held for a step: steps of several threads take turns."""
+        self._making = threading.Lock()
 
     def make_pool(self) -> BlockPool:
         """The pool, allocated now if this is the first call."""
-        with self.lock:
+        with self._making:
             if self.pool is None:
                 self.pool = BlockPool(self.specs, self.options)
             return self.pool

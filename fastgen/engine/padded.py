@@ -21,8 +21,9 @@ class PaddedEngine(PoolOwner):
         """
         check_pageable(call.cache)
         max_length = call.stopping_criteria.max_length
-        if max_length is None:
-            raise NotExact("no maximum length")
+        if max_length is None or call.input_ids.numel() == 0:
+            raise NotExact("no maximum length, or a prompt without tokens")
+        max_length = max(max_length, call.input_ids.shape[1] + 1)
         pool = self.make_pool()
         batch = call.input_ids.shape[0]
         wanted = batch * pool.allocator.blocks_for(max_length - 1)
