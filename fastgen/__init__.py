@@ -1,4 +1,4 @@
-"""fastgen: ``model.generate`` of Hugging Face transformers, several times faster, with the same results."""
+"""fastgen: ``model.generate`` of Hugging Face transformers, faster, with the same results."""
 
 from fastgen.helper import Result, generate
 from fastgen.options import Options

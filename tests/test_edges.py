@@ -37,7 +37,7 @@ def test_inputs_that_the_original_refuses(llama: Any, input_ids: torch.Tensor) -
 
 def test_stock_criteria_given_to_the_helper(llama: Any) -> None:
     rows = prompts(7, 4)
-    alone = [continuation(llama, {"inputs": torch.tensor([row]), **GREEDY})[0].tolist() for row in rows]
+    alone = [continuation(llama, {"input_ids": torch.tensor([row]), **GREEDY})[0].tolist() for row in rows]
     eos = alone[0][3]
     first, _ = fastgen.generate(llama, rows, stopping_criteria=[EosTokenCriteria(eos)], **GREEDY)
     assert first.token_ids == alone[0][: alone[0].index(eos) + 1]
@@ -54,7 +54,7 @@ def test_arguments_that_are_lists_by_nature(llama: Any, argument: dict[str, Any]
     rows = prompts(*range(4, 4 + count))
     results = fastgen.generate(llama, rows, **argument, **GREEDY)
     for row, result in zip(rows, results, strict=True):
-        expected = continuation(llama, {"inputs": torch.tensor([row]), **argument, **GREEDY})[0].tolist()
+        expected = continuation(llama, {"input_ids": torch.tensor([row]), **argument, **GREEDY})[0].tolist()
         assert result.token_ids == expected
 
 
