@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,28 @@ class Call:
         return [
             None if row[start:] == list(range(length - start)) else row for row, start in zip(rows, starts, strict=True)
         ]
+
+
+def decoding_loop(run: Callable[[Any, Call], Any], streamer: Any = None) -> Callable[..., Any]:
+    """``run(model, call)`` in the form that ``generate(custom_generate=...)`` takes.
+
+    Args:
+        streamer: goes into the call; transformers does not pass it on to a loop that is not its own.
+    """
+
+    def loop(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        return run(
+            model, Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
+        )
+
+    return loop
 
 
 class LockstepGroup(Group):
@@ -216,7 +238,7 @@ def run_call(model: Any, call: Call, engine: Engine, fills_cache: bool) -> Any:
     allocator = engine.make_pool().allocator
     sizes = [allocator.blocks_for(row.max_cached) for row in rows]
     wanted, largest = sum(sizes), max(sizes)
-    waves = None if config.return_dict_in_generate else _waves(call, rows)
+    waves = not config.return_dict_in_generate and _is_independent(call)
     with engine.share(wanted, largest if waves else wanted) as share:
         if share is None:
             raise NotExact(
@@ -224,7 +246,7 @@ def run_call(model: Any, call: Call, engine: Engine, fills_cache: bool) -> Any:
                 f"{allocator.unshared} of them not in use by other calls"
             )
         if share.total < wanted and waves:
-            return _run_waves(engine, share, waves, config)
+            return _run_waves(engine, share, call, rows)
         group = LockstepGroup(call, rows)
         recompute = None if fills_cache else functools.partial(_recompute, model)
         return _run_lockstep(engine, share, group, lambda: group.output(engine.make_pool(), recompute))
@@ -245,12 +267,13 @@ def _run_lockstep(engine: Engine, share: Share, group: LockstepGroup, output: Ca
     return outputs[0]
 
 
-def _run_waves(engine: Engine, share: Share, calls: list[Call], config: GenerationConfig) -> torch.Tensor:
+def _run_waves(engine: Engine, share: Share, call: Call, rows: list[Row]) -> torch.Tensor:
     """The rows one by one as blocks allow, and their results as one padded batch."""
-    groups = [LockstepGroup(call, call.rows()) for call in calls]
+    groups = [LockstepGroup(replace(call, input_ids=call.input_ids[i : i + 1]), [row]) for i, row in enumerate(rows)]
     engine.run(groups, share)
     length = max(group.input_ids.shape[1] for group in groups)
-    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    pad_token = call.generation_config._pad_token_tensor
+    pad = 0 if pad_token is None else int(pad_token)
     return torch.cat(
         [
             torch.nn.functional.pad(group.input_ids, (0, length - group.input_ids.shape[1]), value=pad)
@@ -259,30 +282,15 @@ def _run_waves(engine: Engine, share: Share, calls: list[Call], config: Generati
     )
 
 
-def _waves(call: Call, rows: list[Row]) -> list[Call] | None:
-    """The call as calls of one row each with the same result, or ``None`` where rows may depend on each other."""
-    if len(rows) == 1 or call.streamer is not None or call.generation_config.do_sample:
-        return None
+def _is_independent(call: Call) -> bool:
+    """Whether each of the call's rows, alone in a batch, would give what it gives in this one."""
+    if call.input_ids.shape[0] == 1 or call.streamer is not None or call.generation_config.do_sample:
+        return False
     if not all(map(_is_rowwise, call.logits_processor)):
-        return None
+        return False
     if not all(type(criterion).__name__ in _ROWWISE_CRITERIA for criterion in call.stopping_criteria):
-        return None
-    if not call.has_eos and len(call.stopping_criteria) > 1:
-        return None
-    batch = len(rows)
-    return [
-        Call(
-            call.input_ids[i : i + 1],
-            call.logits_processor,
-            call.stopping_criteria,
-            call.generation_config,
-            {
-                name: value[i : i + 1] if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,) else value
-                for name, value in call.model_inputs.items()
-            },
-        )
-        for i in range(batch)
-    ]
+        return False
+    return call.has_eos or len(call.stopping_criteria) == 1
 
 
 def _fill(cache: Any, pool: BlockPool, rows: Sequence[Row], length: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
-from fastgen.calls import Call, LockstepGroup
+from fastgen.calls import Call, LockstepGroup, decoding_loop
 from fastgen.engine.engine import Engine
 from fastgen.engine.request import Group, Row
 from fastgen.engine.scheduler import DoesNotFit
@@ -143,13 +143,10 @@ class _Batch:
         arguments = self._inputs(index)
         captured: list[Call] = []
 
-        def capture(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):  # type: ignore[no-untyped-def]
-            captured.append(Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs))
-            return input_ids
-
         _, arguments = self._patched.prepare((), arguments)
         if arguments.get("streamer") is not None:
             raise NotExact("a streamer")
+        capture = decoding_loop(lambda _, call: captured.append(call))
         self._patched.original(custom_generate=capture, **arguments)
         call = captured[0]
         self._patched.check_call(call)

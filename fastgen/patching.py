@@ -11,13 +11,13 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.utils import logging
 
 from fastgen.attention.base import make_backend
 from fastgen.attention.hook import original_name, register, suspended, within_step
-from fastgen.calls import CACHE_NAMES, Call, run_call, run_original
+from fastgen.calls import CACHE_NAMES, Call, decoding_loop, run_call, run_original
 from fastgen.engine.engine import Engine
 from fastgen.engine.padded import PaddedEngine
 from fastgen.engine.runner import Runner
@@ -131,7 +131,8 @@ class PatchedGenerate:
         except NotExact as reason:
             self.note("hf", str(reason))
             return self.original(*args, **kwargs)
-        return self.original(*args, custom_generate=functools.partial(self._decode, engine, streamer), **kwargs)
+        loop = decoding_loop(functools.partial(self._decode, engine), streamer)
+        return self.original(*args, custom_generate=loop, **kwargs)
 
     def current_engine(self) -> Engine | PaddedEngine | None:
         """The engine for the model as it is now, proven anew if its dtype, device or attention has changed."""
@@ -153,25 +154,14 @@ class PatchedGenerate:
         self._check_state()
         return engine, _with_stop_strings(args, kwargs, self.model.generation_config)
 
-    def _decode(
-        self,
-        _engine: Engine | PaddedEngine,
-        _streamer: Any,
-        model: Any,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> Any:
+    def _decode(self, engine: Engine | PaddedEngine, model: Any, call: Call) -> Any:
         """Our decoding loop, called by transformers in place of its own."""
-        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, _streamer)
         try:
-            if isinstance(_engine, PaddedEngine):
-                output, how = _engine.run_call(model, call), "padded batch, the model's own attention"
+            if isinstance(engine, PaddedEngine):
+                output, how = engine.run_call(model, call), "padded batch, the model's own attention"
             else:
                 self.check_call(call)
-                output, how = run_call(model, call, _engine, self._fills_cache), "packed"
+                output, how = run_call(model, call, engine, self._fills_cache), "packed"
         except NotExact as reason:
             self.note("hf", str(reason))
             return run_original(model, call)

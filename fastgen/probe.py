@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from fastgen.attention.hook import UnsupportedAttention
 from fastgen.cache.pool import BlockPool, LayerSpec, States
-from fastgen.calls import Call, returned_cache
+from fastgen.calls import Call, decoding_loop, returned_cache
 from fastgen.engine.padded import PaddedEngine, record_layers
 from fastgen.engine.request import Row
 from fastgen.engine.runner import Runner
@@ -112,17 +112,15 @@ def probe_padded(model: Any, original: Generate, options: Options) -> tuple[Padd
         try:
             specs: list[LayerSpec] = []
 
-            def record(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):  # type: ignore[no-untyped-def]
-                call = Call(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+            def record(model: Any, call: Call) -> None:
                 specs.extend(record_layers(model, call))
 
-            def paged(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):  # type: ignore[no-untyped-def]
-                call = Call(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+            def paged(model: Any, call: Call) -> Any:
                 return PaddedEngine(specs, Options(block_size=4, num_blocks=64)).run_call(model, call)
 
             inputs, expected = _expected(model, original, [])
-            original(**inputs, custom_generate=record)
-            actual = original(**inputs, custom_generate=paged)
+            original(**inputs, custom_generate=decoding_loop(record))
+            actual = original(**inputs, custom_generate=decoding_loop(paged))
             reason = _compare(model, original, inputs, expected, actual.logits)
         except NotExact:
             raise

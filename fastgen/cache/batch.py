@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from fastgen.cache.blocks import BlockTable, Share
-from fastgen.cache.pool import BlockPool, LayerCache, LayerSpec
+from fastgen.cache.pool import BlockPool, LayerCache, LayerSpec, slots_of
 from fastgen.exact import NotExact
 
 
@@ -48,9 +48,7 @@ class PaddedBatch:
         for table in self._tables:
             self._share.reserve(table, length, expected=self._max_length)
         self._length = length
-        blocks = torch.tensor([table.blocks for table in self._tables])
-        offsets = torch.arange(self._block_size)
-        self._slots = (blocks[:, :, None] * self._block_size + offsets).flatten(1)
+        self._slots = torch.stack([slots_of(table.blocks, self._block_size) for table in self._tables])
         steps = {b.blocks[0] - a.blocks[0] for a, b in zip(self._tables, self._tables[1:], strict=False)} or {0}
         regular = len(steps) == 1 and min(steps) >= 0 and all(table.contiguous for table in self._tables)
         self._stride = steps.pop() * self._block_size if regular else None

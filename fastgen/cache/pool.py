@@ -52,6 +52,11 @@ class LayerCache:
     values: torch.Tensor
 
 
+def slots_of(blocks: list[int], block_size: int) -> torch.Tensor:
+    """``[len(blocks) * block_size]``: the slots of ``blocks``, in token order."""
+    return (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
+
+
 class BlockPool:
     """The cache of one patched model: an allocator and the layers' tensors."""
 
@@ -72,9 +77,7 @@ class BlockPool:
 
     def states(self, layer: LayerCache, table: BlockTable, tokens: int) -> States:
         """A copy of the first ``tokens`` entries of a row: ``[kv_heads, tokens, dim]`` each."""
-        blocks = torch.tensor(table.blocks, device=layer.spec.device)
-        offsets = torch.arange(self.allocator.block_size, device=layer.spec.device)
-        slots = (blocks[:, None] * self.allocator.block_size + offsets).flatten()[:tokens]
+        slots = slots_of(table.blocks, self.allocator.block_size)[:tokens].to(layer.spec.device)
         return layer.keys[:, slots], layer.values[:, slots]
 
     @property

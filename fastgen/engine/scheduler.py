@@ -100,23 +100,21 @@ class Scheduler:
             except OutOfBlocks:
                 victim = self.running[-1]
                 if victim is group and len(self.running) == 1:
-                    raise DoesNotFit(self._drop(group), self._size(group), self.blocks.total) from None
+                    self._evict(group)
+                    raise DoesNotFit(group, self._size(group), self.blocks.total) from None
                 self._preempt(victim)
                 if victim is group:
                     return False
 
     def _preempt(self, group: Group) -> None:
         self.preemptions += 1
-        for row in group.rows:
-            self.free(row)
-        self.running.remove(group)
+        self._evict(group)
         self._waiting.appendleft(group)
 
-    def _drop(self, group: Group) -> Group:
+    def _evict(self, group: Group) -> None:
         for row in group.rows:
             self.free(row)
         self.running.remove(group)
-        return group
 
     def _admissible(self) -> Group | None:
         """The next waiting group, if there is room for it now."""
