@@ -49,5 +49,9 @@ def test_other_calls_and_other_tensors_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_single_streams_pay_nothing(rows: int) -> None:
-    assert not isinstance(projections(torch.float32, torch.device("cpu"), rows), CpuLinears)
+def test_single_streams_pay_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    cpu = torch.device("cpu")
+    assert isinstance(projections(torch.float32, cpu, 4), CpuLinears)
+    assert not isinstance(projections(torch.bfloat16, cpu, 4), CpuLinears)
+    assert not isinstance(projections(torch.float32, cpu, rows), CpuLinears)
