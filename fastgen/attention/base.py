@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -22,10 +23,12 @@ class Span:
     """Queries: 1 when decoding, more in a prompt."""
     context: int
     """Keys, those of this step included. Query ``i`` sees keys up to ``context - length + i``."""
-    first_slot: int | None
+    first_slot: int | None = None
     """The row's first slot when its blocks are contiguous, else ``None``."""
-    blocks: torch.Tensor | None
-    """Block numbers ``[n]`` when they are not."""
+    room: int = 0
+    """Slots from :attr:`first_slot` on that no other row uses; behind the row's own tokens they hold zeros."""
+    blocks: torch.Tensor | None = None
+    """Block numbers ``[n]`` when they are not contiguous."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,16 @@ class StepLayout:
     slots: torch.Tensor
     """``[T]``: the slot each token's key and value are written to."""
     block_size: int
+    _plans: dict[Hashable, Any] = field(default_factory=dict)
+
+    def plan(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What a backend works out from the layout once for all layers that share ``key``."""
+        if key not in self._plans:
+            self._plans[key] = make()
+        return self._plans[key]
 
     def to(self, device: torch.device) -> StepLayout:
-        spans = [
-            span if span.blocks is None else Span(span.start, span.length, span.context, None, span.blocks.to(device))
-            for span in self.spans
-        ]
+        spans = [span if span.blocks is None else replace(span, blocks=span.blocks.to(device)) for span in self.spans]
         return StepLayout(spans, self.slots.to(device), self.block_size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 FREE, CLAIMED, USED = 0, 1, 2
@@ -32,7 +33,10 @@ class BlockAllocator:
     steers other rows elsewhere while there is room, so that most rows stay one contiguous slice of the pool.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, on_free: Callable[[list[int]], None] = lambda blocks: None
+    ) -> None:
+        """``on_free`` gets the blocks that nobody holds any more, before anybody else can get them."""
         self.total = num_blocks
         self.block_size = block_size
         self.free = num_blocks
@@ -41,6 +45,7 @@ class BlockAllocator:
         self._state = bytearray(num_blocks)
         self._owner: array[int] = array("q", [0]) * num_blocks
         self._references = array("l", [0]) * num_blocks
+        self._on_free = on_free
         self._lock = threading.Lock()
 
     def blocks_for(self, tokens: int) -> int:
@@ -101,14 +106,22 @@ class BlockAllocator:
             table.contiguous = all(b == a + 1 for a, b in zip(table.blocks, table.blocks[1:], strict=False))
             return source, target
 
+    def room(self, table: BlockTable) -> int:
+        """Blocks from the first of a contiguous ``table`` to the next that is in use and not its own."""
+        used = self._state.find(USED, table.blocks[-1] + 1)
+        return (used if used >= 0 else self.total) - table.blocks[0]
+
     def release(self, table: BlockTable) -> None:
         """Give back the blocks and the claim of ``table``; it is empty afterwards and may be used again."""
         with self._lock:
             for block in table.blocks:
                 self._references[block] -= 1
-                if self._references[block] == 0:
-                    self._state[block] = FREE
-                    self.free += 1
+            freed = [block for block in table.blocks if self._references[block] == 0]
+            if freed:
+                self._on_free(freed)
+            for block in freed:
+                self._state[block] = FREE
+            self.free += len(freed)
             self._drop_claim(table)
             table.blocks, table.contiguous = [], True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import threading
 from collections import Counter
@@ -58,19 +60,23 @@ def slots_of(blocks: list[int], block_size: int) -> torch.Tensor:
 
 
 class BlockPool:
-    """The cache of one patched model: an allocator and the layers' tensors."""
+    """The cache of one patched model: an allocator and the layers' tensors.
+
+    A slot that belongs to no row holds zeros, so that a backend may read past a row's end, and mask what it finds:
+    what a row left behind could be infinite.
+    """
 
     def __init__(self, specs: list[LayerSpec], options: Options) -> None:
         num_blocks = options.num_blocks or _affordable_blocks(specs, options)
-        self.allocator = BlockAllocator(num_blocks, options.block_size)
+        self.allocator = BlockAllocator(num_blocks, options.block_size, on_free=self._clear)
         slots = num_blocks * options.block_size
         # A tensor made under the caller's inference_mode could not be written to outside of it.
         with torch.inference_mode(False):
             self.layers = [
                 LayerCache(
                     spec,
-                    torch.empty(spec.kv_heads, slots, spec.key_dim, dtype=spec.dtype, device=spec.device),
-                    torch.empty(spec.kv_heads, slots, spec.value_dim, dtype=spec.dtype, device=spec.device),
+                    _zeros((spec.kv_heads, slots, spec.key_dim), spec),
+                    _zeros((spec.kv_heads, slots, spec.value_dim), spec),
                 )
                 for spec in specs
             ]
@@ -80,10 +86,37 @@ class BlockPool:
         slots = slots_of(table.blocks, self.allocator.block_size)[:tokens].to(layer.spec.device)
         return layer.keys[:, slots], layer.values[:, slots]
 
+    def _clear(self, blocks: list[int]) -> None:
+        size = self.allocator.block_size
+        for start, stop in _runs(blocks):
+            for layer in self.layers:
+                for states in (layer.keys, layer.values):
+                    states[:, start * size : stop * size].zero_()
+
     @property
     def num_bytes(self) -> int:
         """Bytes reserved; on a CPU less is resident (see :attr:`Options.cpu_memory_utilization`)."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+
+def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
+    """``[start, stop)`` of each run of consecutive numbers in ``blocks``."""
+    start = stop = blocks[0]
+    for block in blocks:
+        if block != stop:
+            yield start, stop
+            start = block
+        stop = block + 1
+    yield start, stop
+
+
+def _zeros(shape: tuple[int, int, int], spec: LayerSpec) -> torch.Tensor:
+    """Zeros that on a CPU take no memory before they are written to."""
+    if spec.device.type != "cpu":
+        return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, math.prod(shape) * spec.dtype.itemsize, **private)
+    return torch.frombuffer(memory, dtype=spec.dtype).view(shape)
 
 
 class PoolOwner:

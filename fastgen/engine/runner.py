@@ -9,6 +9,7 @@ import torch
 
 from fastgen.attention.base import AttentionBackend, Span, StepLayout
 from fastgen.attention.hook import AttentionSwitch, PagedStep, RecordingStep
+from fastgen.cache.blocks import BlockAllocator
 from fastgen.cache.pool import BlockPool, LayerSpec
 from fastgen.engine.request import Row
 from fastgen.linear.cpu import projections
@@ -30,7 +31,7 @@ class Runner:
         Returns:
             Logits ``[n, vocabulary]`` of the rows that have no pending token left, in the plan's order.
         """
-        layout = _layout(pool.allocator.block_size, plan)
+        layout = _layout(pool.allocator, plan)
         step = PagedStep(self.backend, pool.layers, layout)
         token_ids, position_ids, last = [], [], []
         offset = 0
@@ -81,7 +82,8 @@ class Runner:
         return logits[keep.to(logits.device)]
 
 
-def _layout(block_size: int, plan: list[tuple[Row, int]]) -> StepLayout:
+def _layout(allocator: BlockAllocator, plan: list[tuple[Row, int]]) -> StepLayout:
+    block_size = allocator.block_size
     spans: list[Span] = []
     slots: list[int] = []
     offset = 0
@@ -90,9 +92,9 @@ def _layout(block_size: int, plan: list[tuple[Row, int]]) -> StepLayout:
         if row.table.contiguous:
             first = blocks[0] * block_size
             slots += range(first + start, first + stop)
-            spans.append(Span(offset, tokens, stop, first, None))
+            spans.append(Span(offset, tokens, stop, first, room=allocator.room(row.table) * block_size))
         else:
             slots += [blocks[i // block_size] * block_size + i % block_size for i in range(start, stop)]
-            spans.append(Span(offset, tokens, stop, None, torch.tensor(blocks)))
+            spans.append(Span(offset, tokens, stop, blocks=torch.tensor(blocks)))
         offset += tokens
     return StepLayout(spans, torch.tensor(slots), block_size)
